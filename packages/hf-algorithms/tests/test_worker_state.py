@@ -80,5 +80,5 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_a_state_that_is_not_there_is_a_typed_error(executor: InProcessExecutor, tmp_path: Path) -> None:
     groups = build(executor, write_tiny_model(tmp_path / "model"))
-    with pytest.raises(HybridFlowError, match=r"could not load the state: .*absent does not exist"):
+    with pytest.raises(HybridFlowError, match=r"absent does not exist"):
         groups["critic"].load_state(str(tmp_path / "absent")).result()

@@ -13,7 +13,6 @@ from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_l
 from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
-from hf_engine.testing import LocalRanks
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.errors import ReshardError
 
@@ -111,16 +110,6 @@ def a_rank_outside_the_group_is_refused():
     with pytest.raises(ReshardError, match=r"ranks \[2\], which are not in its group \(0, 1\)"):
         ReshardExecutor(plan, group=group)
     return True
-
-
-def wait_for_a_peer_that_does_not_come():
-    shapes = {"w": (6,)}
-    executor = ReshardExecutor(plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2))))
-    if dist.get_rank() == 0:
-        shard = {"w": torch.ones(3)}
-        with pytest.raises(ReshardError, match="the transfer of weights lost another rank on rank 0"):
-            executor.run(shard, {"w": torch.zeros(6)})
-        assert torch.equal(shard["w"], torch.ones(3))
 
 
 def test_random_layouts_reshard_bit_exactly_and_back(ranks2, ranks3):
@@ -265,11 +254,6 @@ def test_the_group_must_hold_every_peer(ranks3):
     assert ranks3.run(a_rank_outside_the_group_is_refused) == [True] * 3
 
 
-def test_a_missing_peer_is_a_typed_error_within_the_deadline():
-    with LocalRanks(2, timeout_s=10) as ranks:
-        ranks.run(wait_for_a_peer_that_does_not_come)
-
-
 def mistake_on_rank_1(rank):
     """What rank 1 alone is given, and what every rank says of it; the others learn who and why."""
     plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
@@ -277,18 +261,16 @@ def mistake_on_rank_1(rank):
     held, wanted = cut_weights(plan.source, rank, full), empty_weights(plan.target, rank)
     lacking = {name: parts for name, parts in held.items() if name != "norm"}
     doubled = {name: [part.double() for part in parts] for name, parts in wanted.items()}
-    yield held, wanted, -1, {}, r"version=-1 must be a whole number"
-    yield lacking, wanted, 3, {}, r"the source tensors of rank 1 .*missing \['norm'\]"
+    yield held, wanted, -1, r"version=-1 must be a whole number"
+    yield lacking, wanted, 3, r"the source tensors of rank 1 .*missing \['norm'\]"
     yield (
         held,
         doubled,
         3,
-        {},
         r"the target tensors of rank 1 .*all 4 are float64, but the layout",
     )
-    yield held, {**wanted, "head": [None]}, 3, {}, r"'head' is \[None\]: give one tensor per box"
-    yield None, wanted, 3, {}, "the source tensors of rank 1 are None: give a mapping"
-    yield held, wanted, 3, {"refusal": RuntimeError("no room")}, "no room"
+    yield held, {**wanted, "head": [None]}, 3, r"'head' is \[None\]: give one tensor per box"
+    yield None, wanted, 3, "the source tensors of rank 1 are None: give a mapping"
 
 
 def refuse_together():
@@ -298,12 +280,12 @@ def refuse_together():
     held = cut_weights(plan.source, rank, full)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", lambda operations: pytest.fail("weights moved"))
-        for source, target, version, more, message in mistake_on_rank_1(rank):
+        for source, target, version, message in mistake_on_rank_1(rank):
             if rank == 0:
-                source, target, version, more = held, empty_weights(plan.target, 0), 3, {}
-                message = f"rank 1 refused: .*{message}.*; the other ranks moved no weights"
-            with pytest.raises((ReshardError, RuntimeError), match=message):
-                executor.run(source, target, version=version, **more)
+                source, target, version = held, empty_weights(plan.target, 0), 3
+                message = f"rank 1 refused: .*{message}.*; no weights were moved"
+            with pytest.raises(ReshardError, match=message):
+                executor.run(source, target, version=version)
         with pytest.raises(ReshardError, match=r"different plans or bucket_bytes; rank .* has bucket_"):
             ReshardExecutor(plan, bucket_bytes=64 << rank).run(held, empty_weights(plan.target, rank))
     assert dist.batch_isend_irecv is moved

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.resharding import plan
-from hf_engine.resharding.execute import ReshardExecutor, as_parts
-from hf_engine.resharding.steps import Seals, Step
-from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.resharding.steps import Step
+from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
@@ -94,100 +91,6 @@ def test_damage_and_a_rank_behind_are_refused(ranks2, tmp_path, what):
     ranks2.run(damage_what_arrives, write_tiny_model(tmp_path), what)
 
 
-def die_on_the_way(model, is_late):
-    train, _, engine = build_engine(model, model, bucket_bytes=1 << 14)
-    before = bits(train.local_weights())
-    calls = 0
-
-    def exit_midway(operations, real=dist.batch_isend_irecv):
-        nonlocal calls
-        calls += 1
-        if calls == 4 and dist.get_rank() == 1:
-            os._exit(1)
-        return real(operations)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if not is_late:
-            patch.setattr(dist, "batch_isend_irecv", exit_midway)
-        elif dist.get_rank() == 1:
-            patch.setattr(ReshardExecutor, "_check_seals", lambda *_: os._exit(1))
-        with pytest.raises(ReshardError, match="transfer of weights lost another rank on rank 0"), engine.generation():
-            pass
-    after = train.local_weights()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    raise AssertionError("the survivor holds its training weights")
-
-
-@pytest.mark.parametrize("is_late", [False, True])
-def test_a_peer_that_dies_on_the_way_leaves_a_typed_error_and_the_training_weights(tmp_path, is_late):
-    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError) as failed:
-        ranks.run(die_on_the_way, write_tiny_model(tmp_path), is_late)
-    assert "the survivor holds its training weights" in str(failed.value)
-    assert "the process of rank 1 died" in str(failed.value)
-
-
-def fail_on_the_way(model, backend, topology, place):
-    """The last rank fails, in a bucket or when it looks at digests."""
-    train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
-    rollout = load_rollout_backend("transformers").build(model, topology=topology)
-    engine = HybridEngine(train, rollout, topology, bucket_bytes=1 << 14)
-    before, calls, real = parts_of(train), 0, getattr(*place)
-
-    def fail(*args):
-        nonlocal calls
-        calls += 1
-        if calls == (2 if place[0] is Step else 1):
-            raise RuntimeError("no room for this bucket")
-        return real(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            patch.setattr(*place, fail)
-        with pytest.raises(ReshardError) as failed, engine.generation():
-            pass
-    assert all(torch.equal(part, value) for part, value in zip(parts_of(train), before, strict=True))
-    return str(failed.value)
-
-
-def parts_of(train):
-    return [part.clone() for parts in as_parts(train.local_weights()).values() for part in parts]
-
-
-@pytest.mark.parametrize("place", [(Step, "unpack"), (Seals, "damaged")], ids=["in a bucket", "after the last"])
-def test_a_failure_on_the_way_ends_all_at_once_with_its_reason(tmp_path, place):
-    """Also those in another transfer's group, who wait for it at the end; the groups' deadline is beyond the test's."""
-    topology = Topology(ParallelSpec(tp_size=2, dp_size=2), GenerationSpec())
-    with LocalRanks(4, timeout_s=900) as ranks:
-        *told, own = ranks.run(fail_on_the_way, write_tiny_model(tmp_path), "megatron", topology, place)
-    assert own.startswith(
-        "the transfer of weights failed on rank 3: no room for this bucket; the weights did not arrive; the other "
-        "ranks were told. The process groups cannot be used again"
-    )
-    for rank, text in enumerate(told):
-        assert text.startswith(
-            f"the transfer of weights ended on rank {rank}: rank 3 failed: RuntimeError: no room for this bucket; the "
-            "weights did not arrive. The process groups cannot be used again: start the ranks again"
-        )
-
-
-def die_before(model, training_weights):
-    train, _, engine = build_engine(model, model, training_weights=training_weights)
-    before = bits(train.local_weights())
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(1)
-    with pytest.raises(ReshardError, match="transfer of weights lost another rank on rank 0"), engine.generation():
-        pass
-    assert all(torch.equal(train.local_weights()[name], value) for name, value in before.items())
-    raise AssertionError("the survivor holds its training weights")
-
-
-@pytest.mark.parametrize("training_weights", ["move", "keep", "offload"])
-def test_a_peer_that_is_dead_already_is_a_typed_error(tmp_path, training_weights):
-    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor holds its training"):
-        ranks.run(die_before, write_tiny_model(tmp_path), training_weights)
-
-
 def make_a_mistake_on_rank_1(model):
     """Both ranks raise at once, by what rank 1 says; then they generate."""
     rank = dist.get_rank()
@@ -195,15 +98,13 @@ def make_a_mistake_on_rank_1(model):
     train, rollout, engine = build_engine(model, model, training_weights="keep")
     mistakes = {
         r"the target tensors of rank 1 do not match": lambda patch: patch.setattr(rollout, "weight_buffers", dict),
-        r"the sampler is out of memory": lambda patch: patch.setattr(rollout, "weight_buffers", run_out),
-        r"local_weights of rank 1 lost": lambda patch: patch.setattr(train, "local_weights", lose_weights),
     }
     for message, make in mistakes.items():
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
                 make(patch)
             wanted = ("" if rank else "rank 1 refused: .*") + message
-            with pytest.raises((ReshardError, OSError, MemoryError), match=wanted), engine.generation():
+            with pytest.raises(ReshardError, match=wanted), engine.generation():
                 pass
     with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
         HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
@@ -224,14 +125,6 @@ def make_a_mistake_on_rank_1(model):
             HybridEngine(*(given if rank else (train, rollout, topology)))
     with engine.generation():
         return engine.weight_version
-
-
-def run_out():
-    raise MemoryError("the sampler is out of memory")
-
-
-def lose_weights():
-    raise OSError("local_weights of rank 1 lost")
 
 
 def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
@@ -255,32 +148,6 @@ def test_a_refused_transfer_does_not_make_the_next_look_unchanged(ranks2, tmp_pa
     assert ranks2.run(enter_after_a_refusal, write_tiny_model(tmp_path)) == [(False, 1)] * 2
 
 
-def fail_on_one_rank(model, training_weights, method):
-    """Nothing moves between the ranks of an engine that holds whole weights: they hear of it all the same."""
-    train, rollout, engine = build_engine(model, model, training_weights=training_weights)
-    is_second, owner = dist.get_rank() == 1, train if method == "offload" else rollout
-    told = "^no more memory$" if is_second else "rank 1 refused: .*no more memory.*; no rank generates"
-    before, version = bits(train.local_weights()), engine.weight_version
-    for _ in range(2):
-        step(train)
-        before = bits(train.local_weights())
-        with pytest.MonkeyPatch.context() as patch:
-            if is_second:
-                patch.setattr(owner, method, refuse)
-            with pytest.raises((MemoryError, BackendError), match=told), engine.generation():
-                pytest.fail("a rank generates")
-        assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
-    prompts = build_prompts(2, vocab_size=VOCAB_SIZE)
-    with engine.generation():
-        drawn = engine.generate(prompts, GREEDY)["weight_version"].tolist()
-    assert drawn == [version + 1] * 2, "what no rank generated from takes no version"
-    told = "^mine$" if is_second else "rank 1 refused: .*mine.*; generation.* ends with an error on all ranks"
-    with pytest.raises((BackendError, ZeroDivisionError), match=told), engine.generation():
-        fail_if(is_second)
-    assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
-    engine.close()
-
-
 def refuse(*_, **__):
     raise MemoryError("no more memory")
 
@@ -290,12 +157,33 @@ def fail_if(fails):
         raise ZeroDivisionError("mine")
 
 
+def fail_alike(model, training_weights, method):
+    """What all ranks raise ends nothing: the training weights are back, and the next block generates."""
+    train, rollout, engine = build_engine(model, model, training_weights=training_weights)
+    owner = train if method == "offload" else rollout
+    version = engine.weight_version
+    step(train)
+    before = bits(train.local_weights())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, refuse)
+        with pytest.raises(MemoryError, match=r"^no more memory$"), engine.generation():
+            pytest.fail("a rank generates")
+    assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
+    with engine.generation():
+        drawn = engine.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)["weight_version"].tolist()
+    assert drawn == [version + 1] * 2, "what no rank generated from takes no version"
+    with pytest.raises(ZeroDivisionError, match=r"^mine$"), engine.generation():
+        fail_if(True)
+    assert all(torch.equal(after, before[name]) for name, after in train.local_weights().items())
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("training_weights", "method"),
-    [("keep", "commit_weights"), ("move", "commit_weights"), ("offload", "commit_weights"), ("offload", "offload")],
+    [("keep", "commit_weights"), ("move", "commit_weights"), ("offload", "offload")],
 )
-def test_what_one_rank_cannot_enter_no_rank_enters(ranks2, tmp_path, training_weights, method):
-    ranks2.run(fail_on_one_rank, write_tiny_model(tmp_path), training_weights, method)
+def test_a_block_that_all_ranks_cannot_enter_is_entered_again(ranks2, tmp_path, training_weights, method):
+    ranks2.run(fail_alike, write_tiny_model(tmp_path), training_weights, method)
 
 
 def fail_on_the_way_back(model):

@@ -24,7 +24,6 @@ def test_importing_the_package_loads_no_backend():
     assert sorted(backends) == [
         "hf_engine.backends._abilities",
         "hf_engine.backends._adapter_rules",
-        "hf_engine.backends._all_or_none",
         "hf_engine.backends._base",
         "hf_engine.backends._jagged",
         "hf_engine.backends._lora_config",

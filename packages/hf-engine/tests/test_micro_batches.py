@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches
+from hf_engine.backends._batch_agreement import agree_on_micro_batches
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
 from hf_protocols import BatchError
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from tensordict import TensorDict
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.backends import _offload
 from hf_engine.sample_proof import SampleProof
-from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_engine.testing._packed import PackedEngine
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
@@ -134,24 +132,9 @@ def test_prompts_that_nobody_can_train_on_prove_nothing(ranks2, tmp_path):
     assert found == [[("", 4)] * 2, [("", 2)] * 2]
 
 
-def fail_if(fails, _drawn=None):
-    if fails:
-        raise KeyError("mine")
-
-
 def fail_in_a_block(model):
-    """The block fails on rank 1 alone, then on both after they generated, then the weights are others.
-
-    Once the samples were scored twice, and nothing is to be proved any more, it fails on rank 1 again.
-    """
+    """The block fails on both ranks, after they generated and before."""
     train, engine = build(model, "1-1-2", (None, None))
-    is_second = dist.get_rank() == 1
-    kind, text = (
-        (KeyError, "mine") if is_second else (BackendError, "^rank 1 refused: KeyError: 'mine'; generation() e")
-    )
-    text = text.replace("()", r"\(\)")
-    with pytest.raises(kind, match=text), engine.generation():
-        fail_if(is_second)
     for _ in range(2):
         with pytest.raises(KeyError, match="ours"), engine.generation():
             fail_after(engine)
@@ -161,21 +144,17 @@ def fail_in_a_block(model):
             engine.generate(PROMPTS, GREEDY)
         step(train)
     assert not engine._proof.is_pending
-    with pytest.raises(kind, match=text), engine.generation():
-        fail_if(is_second, engine.generate(PROMPTS, GREEDY))
     engine.close()
 
 
 class DyingEngine(PackedEngine):
-    """On rank 1 it dies while it generates, and whatever it is asked then is an error of its own."""
+    """It dies while it generates, and each later request is an error of its own."""
 
     is_dead = False
 
     def generate(self, batch, sampling):
-        if dist.get_rank() == 1:
-            self.is_dead = True
-            raise BackendError("the engine died in 'generate'")
-        return super().generate(batch, sampling)
+        self.is_dead = True
+        raise BackendError("the engine died in 'generate'")
 
     def release(self):
         if self.is_dead:
@@ -191,77 +170,13 @@ def lose_the_engine(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_offload, "_is_on_host", lambda storage: False)
         engine = HybridEngine(train, DyingEngine(inner), topology, training_weights="offload")
-        own = (
-            "^the engine died in 'generate'$"
-            if dist.get_rank() == 1
-            else "rank 1 refused: the engine died in 'generate'"
-        )
-        with pytest.raises(BackendError, match=own), engine.generation():
+        with pytest.raises(BackendError, match=r"^the engine died in 'generate'$"), engine.generation():
             engine.generate(PROMPTS, GREEDY)
         assert len(train.compute_logprobs(build_batch(6, vocab_size=VOCAB_SIZE))) == 6
 
 
-def test_an_engine_that_dies_is_an_error_on_all_ranks_and_training_has_its_weights(ranks2, tmp_path):
+def test_training_has_its_weights_after_an_engine_that_died(ranks2, tmp_path):
     ranks2.run(lose_the_engine, write_tiny_model(tmp_path, max_position_embeddings=128))
-
-
-class RefusingEngine(PackedEngine):
-    """On the last rank one method fails once."""
-
-    fails_in = ""
-
-    def _fail_once(self, method):
-        if method == self.fails_in and dist.get_rank() == dist.get_world_size() - 1:
-            self.fails_in = ""
-            raise BackendError(f"the engine died in {method}")
-
-    def begin_weights(self):
-        self._fail_once("begin_weights")
-        super().begin_weights()
-
-    def load_shards(self, shards):
-        self._fail_once("load_shards")
-        super().load_shards(shards)
-
-    def commit_weights(self, version):
-        self._fail_once("commit_weights")
-        super().commit_weights(version)
-
-    def resume(self):
-        self._fail_once("resume")
-        super().resume()
-
-
-def refuse_to_enter(model, backend, sizes):
-    """The deadline of the ranks is far away: all are told at once, and enter the next time."""
-    topology = Topology(ParallelSpec.parse(sizes), GenerationSpec())
-    train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
-    inner = load_rollout_backend("transformers").build(model, topology=topology)
-    rollout = RefusingEngine(inner)
-    engine, last = HybridEngine(train, rollout, topology), dist.get_world_size() - 1
-    for method in ("begin_weights", "load_shards", "commit_weights", "resume"):
-        step(train)
-        rollout.fails_in = method
-        told = f"^the engine died in {method}$" if dist.get_rank() == last else f"rank {last} refused: the engine died"
-        with pytest.raises((BackendError, ReshardError), match=told), engine.generation():
-            pytest.fail("a rank generates")
-    with engine.generation():
-        responses = engine.generate(PROMPTS, GREEDY)
-    assert len(responses) == 6
-    engine.close()
-
-
-@pytest.mark.parametrize(("backend", "sizes"), [("fsdp", "1-1-2"), ("megatron", "1-1-2")])
-def test_a_rank_that_cannot_enter_is_an_error_on_all(ranks2, tmp_path, backend, sizes):
-    """Also where nothing moves between the ranks, so that the transfer says nothing."""
-    ranks2.run(refuse_to_enter, write_tiny_model(tmp_path, max_position_embeddings=128), backend, sizes)
-
-
-def test_ranks_of_other_groups_hear_of_a_rank_that_cannot_enter(tmp_path):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    model = write_tiny_model(tmp_path, max_position_embeddings=128, **heads)
-    with LocalRanks(4, timeout_s=60) as ranks:
-        ranks.run(refuse_to_enter, model, "megatron", "1-2-2")
 
 
 def fail_after(engine):
@@ -269,7 +184,7 @@ def fail_after(engine):
     raise KeyError("ours")
 
 
-def test_a_block_that_fails_on_a_rank_fails_on_all_and_leaves_no_samples(ranks2, tmp_path):
+def test_a_block_that_fails_leaves_no_samples(ranks2, tmp_path):
     ranks2.run(fail_in_a_block, write_tiny_model(tmp_path, max_position_embeddings=128))
 
 
@@ -300,29 +215,6 @@ def test_what_ranks_tell_does_not_grow_with_the_batch(ranks1, tmp_path):
     assert large < 1.5 * small
 
 
-def generate_and_die(engine):
-    engine.generate(PROMPTS, GREEDY)
-    if dist.get_rank() == 1:
-        os._exit(1)
-
-
-def lose_a_rank(model, told):
-    """Rank 1 dies after it has generated."""
-    _, engine = build(model, "1-1-2", (None, None))
-    with pytest.raises(BackendError, match=r"generation\(\) lost another rank on rank 0"), engine.generation():
-        generate_and_die(engine)
-    with pytest.raises(BackendError, match="sum_over_ranks lost another rank on rank 0"):
-        engine.sum_over_ranks(1.0)
-    Path(told).touch()
-
-
-def test_a_rank_that_dies_before_the_samples_are_scored_is_an_error(tmp_path):
-    model, told = write_tiny_model(tmp_path / "model"), tmp_path / "told"
-    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the process of rank 1 died"):
-        ranks.run(lose_a_rank, model, told)
-    assert told.exists()
-
-
 def test_tokens_that_nobody_drew_are_not_scored():
     """A rollout backend with tools: the tool's tokens have no log-probs."""
     lengths = torch.arange(1, 5)
@@ -340,6 +232,7 @@ def test_tokens_that_nobody_drew_are_not_scored():
     proof = SampleProof(train, Topology(ParallelSpec()), ["float32"])
     prompts = TensorDict({"prompt_ids": column(torch.arange(10))}, batch_size=[len(lengths)])
     proof.note(prompts, responses, GREEDY)
-    assert proof._refuse(proof._samples) is None
+    proof._score_again(proof._samples)()
     train.compute_logprobs = lambda batch, **given: {"logprobs": column(logprobs.flip(0))}
-    assert WRONG in str(proof._refuse(proof._samples))
+    with pytest.raises(ReshardError, match=WRONG):
+        proof._score_again(proof._samples)()

@@ -280,7 +280,7 @@ def refuse_damage(model, wide, folder):
         dist.barrier()
         for given, reason in ((files, listed), (None, plain)):
             if reason is not None:
-                with pytest.raises(StateError, match=rf"could not load the state: (.|\n)*{reason}"):
+                with pytest.raises(StateError, match=rf"{reason}"):
                     backend.load_state(directory, files=given)
     unlisted = [file for file in files if file.path != SECOND]
     for given, reason in (
@@ -327,7 +327,7 @@ def fail_to_write(model, folder):
         if dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, hard))
         try:
-            with pytest.raises(StateError, match=r"rank 1: .*exp_avg-00001.safetensors cannot be written"):
+            with pytest.raises(StateError, match=r"exp_avg-00001\.safetensors cannot be written"):
                 save_and_finish(backend, folder / f"full-{background}", background)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))

@@ -166,18 +166,11 @@ def test_the_memory_of_an_update_is_stated(alone, models, model):
 
 
 def lose_a_rank(model, gen_tp_size):
-    """The last rank is killed while all generate; a survivor keeps its training weights."""
-    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=gen_tp_size))
-    train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
-    before = {name: shard.clone() for name, shard in train.local_weights().items()}
-    backend = build(model, topology)
+    """The last rank is killed while all generate."""
+    backend = build(model, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=gen_tp_size)))
     if dist.get_rank() == 1:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    told = "vLLM failed while it generated; close this backend, build another: |generate lost another rank on rank 0: "
-    with pytest.raises(BackendError, match=f"^({told})"):
-        generate_without_end(backend)
-    assert all(torch.equal(train.local_weights()[name], shard) for name, shard in before.items())
-    raise AssertionError("the survivor holds its training weights")
+    generate_without_end(backend)
 
 
 def generate_without_end(backend):
@@ -267,12 +260,11 @@ class TestEngines:
         assert found == wanted
         assert {*found[0]} == {0, 1}
 
-    def test_a_rank_that_is_killed_while_it_generates_is_a_typed_error_on_the_others(self, models):
+    def test_a_rank_that_is_killed_while_it_generates_leaves_nothing(self, models):
         before = find_unused_memory()
         with LocalRanks(2, timeout_s=20) as ranks:
             with pytest.raises(RuntimeError) as failed:
                 ranks.run(lose_a_rank, models["tied"], 2, deadline_s=120)
-            assert "the survivor holds its training weights" in str(failed.value)
             assert "the process of rank 1 died" in str(failed.value)
             topology = Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2))
             ranks.run(samples_of, "vllm", models["tied"], topology, deadline_s=120)

@@ -199,10 +199,10 @@ def use_wrongly(models):
     prompts["prompt_ids"].values()[-1] = VOCAB_SIZE
     with pytest.raises(BatchError, match="row 39 of 'prompt_ids' holds the token id 64, the model's are 0 to 63"):
         backend.generate(prompts, GREEDY)
-    with pytest.raises(BackendError, match=r"vLLM failed while it generated; close this backend, .*: IndexError"):
+    with pytest.raises(IndexError):
         backend._engine.run(prompts, GREEDY, [], None)
     prompts["prompt_ids"].values()[-1] = 3
-    with pytest.raises(BackendError, match="vLLM was interrupted while it generated; close this backend, build anoth"):
+    with pytest.raises(BackendError, match="vLLM failed in an earlier generate"):
         backend.generate(prompts, GREEDY)
     backend.close()
     backend.close()

@@ -1,21 +1,18 @@
 from __future__ import annotations
 
-import os
 import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
-from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
 from hf_engine.testing._shapes import tiny_shape
 from hf_engine.testing._weights import cut_weights, numbered_weights
 from hf_engine.weight_sync import WeightSync
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import ReshardError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 
 MODEL = tiny_shape()
@@ -191,11 +188,11 @@ def mistakes_on_one_rank():
         with pytest.raises(ReshardError, match=rf"(^|rank 3 refused: )the target tensors of rank 3 .*'w' {problem}"):
             sync.send(given, version=1) if rank < 2 else sync.receive(given)
     given = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
-    told = "(^|rank 3 refused: MemoryError: )no room to compare"
+    told = "rank 3 refused: MemoryError: no room to compare"
     with pytest.MonkeyPatch.context() as patch:
         if alone:
             patch.setattr("hf_engine.resharding.execute.check_writable", run_out)
-        with pytest.raises((ReshardError, MemoryError), match=told):
+        with pytest.raises(ReshardError, match=told):
             sync.send(given, version=1) if rank < 2 else sync.receive(given)
     with pytest.raises(ReshardError, match=r"(^|rank 3 refused: )send is for the source side"):
         sync.send(given, version=1) if rank < 2 or alone else sync.receive(given)
@@ -258,47 +255,3 @@ def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ran
     ranks4.run(send_different_versions)
     ranks4.run(send_different_versions_to_different_ranks)
     ranks4.run(refuse_sides_that_do_not_fit)
-
-
-def lose_a_side(dies):
-    """Rank 1 dies before it makes its sync, or when it has heard of the sides."""
-    layout, rank = replicated_layout({"w": (8,)}, range(1)), dist.get_rank()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(dist, dies, lambda *_, **__: os._exit(1))
-        with pytest.raises(ReshardError, match="the transfer of weights lost another rank on rank 0"):
-            WeightSync(layout, side="target" if rank == 0 else "source")
-    raise AssertionError("the survivor knows")
-
-
-@pytest.mark.parametrize("dies", ["all_gather_object", "broadcast_object_list"])
-def test_a_rank_that_dies_while_the_sides_meet_is_a_typed_error(dies):
-    with LocalRanks(2, timeout_s=20) as ranks, pytest.raises(RuntimeError, match="the survivor knows"):
-        ranks.run(lose_a_side, dies)
-
-
-def fail_in_a_part():
-    """Ranks 3 and 2 are 0 and 1 of a group of theirs; the others wait for them in the default group."""
-    rank, group = dist.get_rank(), dist.new_group([3, 2], sort_ranks=False)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 3:
-            patch.setattr(Step, "start", run_out)
-        with pytest.raises((ReshardError, BackendError, MemoryError)) as failed:
-            meet_or_sync(rank, group)
-    return str(failed.value)
-
-
-@lost_peers_are_errors("train_step")
-def meet_or_sync(rank, group):
-    if rank < 2:
-        dist.all_reduce(torch.zeros(1))
-        return
-    layout, given = replicated_layout({"w": (8,)}, range(1)), {"w": torch.zeros(8)}
-    sync = WeightSync(layout, side="source" if rank == 3 else "target", group=group)
-    sync.send(given, version=1) if rank == 3 else sync.receive(given)
-
-
-def test_who_failed_in_a_part_is_told_by_its_global_rank():
-    with LocalRanks(4, timeout_s=900) as ranks:
-        *told, _ = ranks.run(fail_in_a_part)
-    assert all("rank 3 failed: MemoryError: no room to compare" in text for text in told), told

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import agree_on_moving
 from hf_engine.backends._abilities import (
     AdoptsWeights,
     HoldsPadding,
-    Settles,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
-from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import RolloutBackend, SamplingParams, TrainBackend
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.pairing import agree_on_plan, build_transfer_group, copy_buffers, pair_adapters
 from hf_engine.process_groups import local_device, wait_for_device
-from hf_engine.resharding.agreement import agree_on_moving
 from hf_engine.resharding.digest import compute_digests
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, Weights, as_parts
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, as_parts
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.sample_proof import SampleProof
@@ -67,7 +64,6 @@ class HybridEngine:
         ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
     """
 
-    @lost_peers_are_errors("HybridEngine")
     def __init__(
         self,
         train: TrainBackend,
@@ -89,18 +85,16 @@ class HybridEngine:
         self._engine_bytes = self._loading_bytes = 0
         self._is_closed = False
         self._group = build_transfer_group(plan, topology)
-        try:
-            with all_or_none("there is no HybridEngine on any rank"), _settled(rollout):
-                if isinstance(rollout, SupportsWeightBuffers):
-                    moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
-                    self._prepare_buffers(rollout, bucket_bytes, moves)
-                else:
-                    assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
-                    self._prepare_stream(rollout, bucket_bytes)
-                    self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
-        except BaseException:
-            self._end_group()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._end_group)
+            if isinstance(rollout, SupportsWeightBuffers):
+                moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
+                self._prepare_buffers(rollout, bucket_bytes, moves)
+            else:
+                assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
+                self._prepare_stream(rollout, bucket_bytes)
+                self._proof = SampleProof(train, topology, (source.dtype, target.dtype))
+            undo.pop_all()
         self._weight_version = rollout.weight_version
         self._weight_changes = train.weight_changes
         self._digest: int | None = None
@@ -166,9 +160,7 @@ class HybridEngine:
 
     @contextmanager
     def generation(self) -> Iterator[None]:
-        """Brings the current training weights into the rollout backend. Collective over all ranks, as is its end: what
-        one rank cannot enter no rank does, and a block that fails on one fails on all. Others that wait for that rank
-        in `generate` get an error there; in other collectives of the block they wait for the groups' deadline.
+        """Brings the current training weights into the rollout backend. Collective over all ranks, as is its end.
 
         Where the training weights are moved or offloaded, the training backend refuses what needs them inside the
         block. They are back when it ends. Where both are kept, nothing moves if the training weights did not change.
@@ -177,9 +169,9 @@ class HybridEngine:
         ends, and the first after the weights changed, the training backend scores some samples again.
 
         Raises:
-            ReshardError: if a transfer fails, or weights of some ranks only changed, or samples are not those of the
-                training weights, which are intact.
-            BackendError: inside another `generation()`; if other ranks could not enter the block, or it failed there.
+            ReshardError: on all ranks, if weights of some ranks only changed, tensors do not match, bytes differ from
+                those that were sent, or samples are not those of the training weights, which are intact.
+            BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
         if self._is_generating:
@@ -187,26 +179,14 @@ class HybridEngine:
         if self._proof is not None:
             self._proof.begin()
         self._enter()
-        failure: Exception | None = None
-        try:
-            with _settled(self._rollout):
-                yield
-        except Exception as error:  # noqa: BLE001 - it is raised below, when the other ranks know
-            failure = error
-        except BaseException:
-            with suppress(Exception):
-                self._leave()
-            raise
-        try:
-            self._leave()
-        except Exception as error:  # noqa: BLE001 - as above
-            failure = failure or error
-        _leave_together(failure)
+        with ExitStack() as leaving:
+            leaving.push(self._leave_after)
+            yield
         if self._proof is not None:
             self._proof.check()
 
     def _enter(self) -> None:
-        """All ranks enter, or none: then the training weights are back, and all send again under the same version."""
+        """Moves the weights. Where that fails, the next entry sends them again, under the same version."""
         start = time.perf_counter()
         before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
         changed = self._train.weight_changes != changes
@@ -215,41 +195,52 @@ class HybridEngine:
         if self._mover is None:  # nothing has begun yet; with a mover all ranks move
             needs_base = self._feed is None or self._feed.needs_base
             whole = agree_on_moving(moves, None, local_device(), whole=needs_base)
-        try:
-            # Ranks between which nothing moves do not hear of each other in the transfer, nor of what comes after it.
-            with all_or_none("no rank generates"), _settled(self._rollout):
-                received = self._transfer(whole) if moves else 0
-                self._last_transition = Transition(
-                    weight_version=self._weight_version,
-                    seconds=time.perf_counter() - start if moves else 0.0,
-                    recv_bytes=received,
-                    fed_bytes=self._feed.fed_bytes if moves and self._feed else 0,
-                    is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
-                )
-                if self._offloads:
-                    self._train.offload(weights=True)
-                if isinstance(self._rollout, SupportsShardLoading):
-                    self._rollout.resume()
-        except BaseException as error:
-            self._is_current = False
-            if self._feed is not None:
-                self._feed.forget()
-            self._weight_version, self._weight_changes, self._digest, self._last_transition = before
-            try:
-                self._leave()
-            except Exception as failure:  # noqa: BLE001 - of an engine that is gone, say: not what happened first
-                error.add_note(f"the way back to training failed too: {type(failure).__name__}: {failure}")
-            raise
+        with ExitStack() as undo:
+            undo.push(self._leave_after)
+            undo.callback(self._forget, before)
+            received = self._transfer(whole) if moves else 0
+            self._last_transition = Transition(
+                weight_version=self._weight_version,
+                seconds=time.perf_counter() - start if moves else 0.0,
+                recv_bytes=received,
+                fed_bytes=self._feed.fed_bytes if moves and self._feed else 0,
+                is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
+            )
+            if self._offloads:
+                self._train.offload(weights=True)
+            if isinstance(self._rollout, SupportsShardLoading):
+                self._rollout.resume()
+            undo.pop_all()
         self._is_generating = True
 
-    def _leave(self) -> None:
-        """Gives the memory back to training, whatever became of the engine."""
+    def _forget(self, before: tuple[int, int, int | None, Transition | None]) -> None:
+        """The rollout backend holds nothing that is known: all is as before the entry that failed."""
+        self._is_current = False
+        if self._feed is not None:
+            self._feed.forget()
+        self._weight_version, self._weight_changes, self._digest, self._last_transition = before
+
+    def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Leaves a block; what it raised is never replaced by what the way back raises."""
+        try:
+            self._leave(failed=error is not None)
+        except Exception as failure:  # an engine that is gone may raise anything
+            if error is None:
+                raise
+            error.add_note(f"the way back to training failed too: {type(failure).__name__}: {failure}")
+
+    def _leave(self, *, failed: bool) -> None:
+        """Gives the memory back to training, whatever became of the engine.
+
+        An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
+        it after the next block.
+        """
         self._is_generating = False
         try:
             if self._mover is not None:
                 self._mover.restore()
                 self._rollout.release()
-            elif isinstance(self._rollout, SupportsShardLoading):
+            elif isinstance(self._rollout, SupportsShardLoading) and not failed:
                 self._released_bytes = self._rollout.release()
         finally:
             if self._offloads:
@@ -269,7 +260,6 @@ class HybridEngine:
             self._proof.note(batch, responses, sampling)
         return responses
 
-    @lost_peers_are_errors("sum_over_ranks")
     def sum_over_ranks(self, value: float) -> float:
         """Adds a number over all ranks of the topology; every rank gets the sum. Collective.
 
@@ -311,21 +301,16 @@ class HybridEngine:
         self._is_current = False
         changes, digest = self._train.weight_changes, self._digest
         version = self._weight_version + (changes != self._weight_changes)
-        weights: Weights = {}
-        refusal: Exception | None = None
-        try:
-            weights = self._train.local_weights()
-            if changes != self._weight_changes or digest is None:
-                parts = [part for each in as_parts(weights).values() for part in each]
-                digest = self._feed.digest(weights) if self._feed else hash(tuple(compute_digests(parts)))
-        except Exception as error:  # noqa: BLE001 - the other ranks of the transfer are told, and wait no longer
-            refusal = error
+        weights = self._train.local_weights()
+        if changes != self._weight_changes or digest is None:
+            parts = [part for each in as_parts(weights).values() for part in each]
+            digest = self._feed.digest(weights) if self._feed else hash(tuple(compute_digests(parts)))
         if self._feed is not None:
-            try:  # also after a refusal: it is collective over a replica, which this rank's transfer is not
-                self._feed.begin(whole=whole)
-            except Exception as error:  # noqa: BLE001 - as above
-                refusal = refusal or error
-        received = self._send(weights, version, refusal)
+            self._feed.begin(whole=whole)
+            received = self._feed.run(weights, version=version)
+        else:
+            buffers = cast("SupportsWeightBuffers", self._rollout).weight_buffers()
+            received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
         copy_buffers(self._train, self._rollout)
         wait_for_device()
         self._weight_version, self._weight_changes, self._digest = version, changes, digest
@@ -334,35 +319,3 @@ class HybridEngine:
             self._feed.finish()
         self._is_current = True
         return received
-
-    def _send(self, weights: Weights, version: int, refusal: Exception | None) -> int:
-        if isinstance(self._rollout, SupportsWeightBuffers):
-            buffers: Weights = {}
-            try:
-                buffers = self._rollout.weight_buffers()
-            except Exception as error:  # noqa: BLE001 - as in `_transfer`
-                refusal = refusal or error
-            return self._executor.run(weights, buffers, version=version, mover=self._mover, refusal=refusal).recv_bytes
-        assert self._feed is not None, "the constructor has refused any other"
-        return self._feed.run(weights, version=version, refusal=refusal)
-
-
-@contextmanager
-def _settled(rollout: RolloutBackend) -> Iterator[None]:
-    """A block at whose end all ranks of a replica are, also those of which one skipped what the others were in."""
-    try:
-        yield
-    except Exception:
-        if isinstance(rollout, Settles):
-            with suppress(Exception):  # which is not what happened first
-                rollout.settle()
-        raise
-    if isinstance(rollout, Settles):
-        rollout.settle()
-
-
-@lost_peers_are_errors("generation()")
-def _leave_together(failure: Exception | None) -> None:
-    with all_or_none("generation() ends with an error on all ranks"):
-        if failure is not None:
-            raise failure

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import HIGHEST, spread, together
 from hf_engine.backends._abilities import (
     SupportsAdapters,
     SupportsBufferLoading,
@@ -18,7 +19,6 @@ from hf_engine.backends._abilities import (
 )
 from hf_engine.backends._base import RolloutBackend, TrainBackend
 from hf_engine.process_groups import build_groups, local_device, local_world_size
-from hf_engine.resharding.agreement import HIGHEST, agree
 from hf_engine.resharding.execute import as_parts, check_bucket_bytes
 from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
@@ -62,20 +62,18 @@ def agree_on_plan(
     bucket_bytes: int,
 ) -> ReshardPlan:
     """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
-    refusal: Exception | None = None
-    try:
+    with together("no plan was made") as agreement:
+        agreement.number = zlib.crc32(repr((training_weights, bucket_bytes)).encode())
         plan = _plan_between(train, rollout, topology, training_weights)
         check_bucket_bytes(bucket_bytes, plan.target)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-        refusal = error
-    given = zlib.crc32(repr((training_weights, bucket_bytes)).encode()) % HIGHEST
-    if not agree(refusal, given, None, local_device(), range(dist.get_world_size())):
+    if not agreement.is_alike:
         raise BackendError(
             "the ranks were given different training_weights or bucket_bytes; this one has "
             f"{show(training_weights)} and "
             f"{bucket_bytes}: give all ranks the same"
         )
-    if not agree(None, plan.digest % HIGHEST, None, local_device(), plan.ranks):
+    lowest, highest = spread(plan.digest % HIGHEST, plan.digest % HIGHEST, None, local_device())
+    if lowest != highest:
         raise BackendError(
             "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
             "LOCAL_WORLD_SIZE alike on all"

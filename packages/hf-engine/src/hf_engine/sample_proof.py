@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import together
 from hf_engine.backends._base import SamplingParams, TrainBackend
 from hf_engine.backends._jagged import Ragged
 from hf_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
-from hf_engine.lost_peers import lost_peers_are_errors
-from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import HIGHEST, refuse_together, spread
 from hf_protocols.errors import BatchError, ReshardError
 from hf_protocols.topology import Topology
 
@@ -78,13 +77,11 @@ class SampleProof:
             tokens, scores, mask = (_first_of(column, row * per_prompt, _NUM_TOKENS) for column in columns)
             self._samples.append(_Sample(_first_of(prompts, row), tokens, scores, mask.bool(), sampling.temperature))
 
-    @lost_peers_are_errors("generation()")
     def check(self) -> None:
         """Scores the samples of all ranks, if any has some. Collective over the ranks of the topology.
 
         Raises:
             ReshardError: on all ranks, where the training weights do not explain the samples of one.
-            BackendError: if a rank died, or did not come within the group's deadline.
         """
         if not self.is_pending:
             return
@@ -95,12 +92,11 @@ class SampleProof:
 
     def _score(self, told: Sequence[list[_Sample]]) -> None:
         try:
-            refusal = self._refuse(self._rows_of_this_rank(told))
+            check = self._score_again(self._rows_of_this_rank(told))
         except BatchError:  # on all ranks: the shortest prompts are too long to be trained on, so nobody will
             return
-        _, highest = spread(0, 0 if refusal is None else HIGHEST, None, local_device())
-        if highest == HIGHEST:
-            refuse_together(refusal, None, range(len(told)), ReshardError, "nothing was trained on these samples")
+        with together("nothing was trained on these samples", error=ReshardError):
+            check()
         self._last = self._now
 
     def _rows_of_this_rank(self, told: Sequence[list[_Sample]]) -> list[_Sample]:
@@ -111,7 +107,8 @@ class SampleProof:
         rows = [one for rank, samples in zip(data_ranks, told, strict=True) if rank == own for one in samples]
         return [one for one in rows if one.temperature == first[0].temperature] or first
 
-    def _refuse(self, samples: Sequence[_Sample]) -> ReshardError | None:
+    def _score_again(self, samples: Sequence[_Sample]) -> Callable[[], object]:
+        """Scores samples, and returns what compares the scores with the sampler's. Collective."""
         from tensordict import TensorDict
 
         columns = {"prompt_ids": _jagged([one.prompt for one in samples])}
@@ -123,11 +120,7 @@ class SampleProof:
         # Logits differ by rounding, which the temperature divides; the mean of a few is less sure than that of many.
         mean, largest = (bound / min(1.0, temperature) for bound in LOGPROB_BOUNDS[self._dtype])
         bounds = (mean * max(1.0, _NUM_TOKENS / max(1, len(sampled))), largest)
-        try:
-            check_logprobs(sampled, found, dtype=self._dtype, bounds=bounds)
-        except ReshardError as error:
-            return error
-        return None
+        return partial(check_logprobs, sampled, found, dtype=self._dtype, bounds=bounds)
 
 
 def _first_of(column: Ragged, row: int, most: int | None = None) -> torch.Tensor:

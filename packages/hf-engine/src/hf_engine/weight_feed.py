@@ -90,12 +90,12 @@ class WeightFeed:
             assert isinstance(self._rollout, SupportsAdapterUpdates), "the base is needed else"
             self._rollout.begin_adapters()
 
-    def run(self, weights: Weights, *, version: int, refusal: Exception | None) -> int:
+    def run(self, weights: Weights, *, version: int) -> int:
         """Sends this rank's weights and feeds the engine; see `ShardStream.run`. Returns the bytes received."""
         if self._is_whole or self._adapters is None:
-            return self._stream.run(weights, self._take, version=version, refusal=refusal)
+            return self._stream.run(weights, self._take, version=version)
         sent = {name: weights[name] for name in self._names if name in weights}
-        return self._adapters.run(sent, self._take, version=version, refusal=refusal)
+        return self._adapters.run(sent, self._take, version=version)
 
     def finish(self) -> None:
         """Notes that what was fed is committed."""

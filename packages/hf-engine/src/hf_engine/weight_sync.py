@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.process_groups import rank_in
-from hf_engine.resharding.agreement import agree, ends_with_lost_peers
+from hf_engine.agreement import together
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
     ReshardExecutor,
@@ -52,8 +52,7 @@ class WeightSync:
 
     Raises:
         ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts or buffers are
-            not of one model or differ between the ranks of a side, or any rank was given an argument that cannot be; on
-            those that live, where a rank died or did not come.
+            not of one model or differ between the ranks of a side, or any rank was given an argument that cannot be.
     """
 
     def __init__(
@@ -77,8 +76,9 @@ class WeightSync:
             for name in ("source", "target")
         )
         given = source if side == "source" else target
-        refusal = None if _is_same(layout, given) else ReshardError(f"its layout is not that of the first {side} rank")
-        agree(refusal, 0, group, device, range(len(members)))
+        with self._agreed():
+            if not _is_same(layout, given):
+                raise ReshardError(f"its layout is not that of the first {side} rank")
         self._plan = plan_reshard(source, target, near=[machines])
         self._executor = ReshardExecutor(
             self._plan, group=group, ranks=range(len(members)), bucket_bytes=bucket_bytes, device=device
@@ -97,15 +97,15 @@ class WeightSync:
             version: of the weights, above that of the last transfer; it must be the same on all source ranks.
 
         Raises:
-            ReshardError: on the target side, for tensors that do not match, a version that does not go up, or a
-                transfer that fails, after which the group cannot be used again; where it joins two worlds, each one's
-                own groups can.
+            ReshardError: on all ranks of the group, for the target side, for tensors that do not match, or a version
+                that does not go up.
         """
-        refusal = self._refusal("source", "send", version)
-        if refusal is None and version is None:
-            refusal = ReshardError("send needs the version of the weights: a whole number of at least 0")
+        with self._agreed():
+            self._check("source", "send", version)
+            if version is None:
+                raise ReshardError("send needs the version of the weights: a whole number of at least 0")
         self._bring_buffers()
-        transfer = self._executor.run(weights, {}, version=version, refusal=refusal)
+        transfer = self._executor.run(weights, {}, version=version)
         self._version = version
         return transfer
 
@@ -118,12 +118,14 @@ class WeightSync:
                 that of the last transfer.
 
         Raises:
-            ReshardError: on the source side, for tensors that do not match, a transfer that fails, damaged bytes,
-                senders of different versions or of one that is not expected, or a layout under which nobody receives
-                anything. The buffers are not complete then: do not commit them.
+            ReshardError: on the source side, for tensors that do not match, damaged bytes, senders of different
+                versions or of one that is not expected, or a layout under which nobody receives anything. The buffers
+                are not complete then: do not commit them.
         """
+        with self._agreed():
+            self._check("target", "receive", version)
         self._bring_buffers()
-        transfer = self._executor.run({}, buffers, version=version, refusal=self._refusal("target", "receive", version))
+        transfer = self._executor.run({}, buffers, version=version)
         if transfer.version is None or not self._plan.shipments:
             raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
         self._version = transfer.version
@@ -134,22 +136,22 @@ class WeightSync:
         """Copies the first source rank's buffers into those of the target side."""
         for buffer in self._buffers.values():
             sent = buffer.detach().to(self._device).contiguous().clone()
-            with ends_with_lost_peers(self._group, rank_in(self._group)):
-                dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._first_source)
+            dist.broadcast(sent.view(-1).view(torch.uint8), group=self._group, group_src=self._first_source)
             if self._side == "target":
                 buffer.copy_(sent)
 
-    def _refusal(self, side: str, method: str, version: int | None) -> ReshardError | None:
-        """What is wrong with a call before its tensors are looked at."""
+    def _agreed(self) -> AbstractContextManager[object]:
+        """A block of checks that all ranks of both sides get through, or none."""
+        members = range(dist.get_world_size(self._group))
+        return together("no weights were moved", self._group, error=ReshardError, device=self._device, ranks=members)
+
+    def _check(self, side: str, method: str, version: int | None) -> None:
+        """Refuses a call before its tensors are looked at."""
         if self._side != side:
-            return ReshardError(f"{method} is for the {side} side, this rank was made with side={show(self._side)}")
-        try:
-            check_version(version)
-        except ReshardError as error:
-            return error
+            raise ReshardError(f"{method} is for the {side} side, this rank was made with side={show(self._side)}")
+        check_version(version)
         if version is not None and version <= self._version:
-            return ReshardError(f"version={version} must be above {self._version}, that of the last transfer")
-        return None
+            raise ReshardError(f"version={version} must be above {self._version}, that of the last transfer")
 
 
 def _agreed_sides(
@@ -171,9 +173,8 @@ def _agreed_sides(
     except ReshardError as error:
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
-    with ends_with_lost_peers(group, rank_in(group)):
-        held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
-        dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname(), held), group=group)
+    held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
+    dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname(), held), group=group)
     if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
     if len(sizes := {size for _, size, _, _, _ in told}) > 1:
@@ -211,8 +212,7 @@ def _share(
     if not ranks:
         raise ReshardError(f'no rank of the group was made with side="{side}"')
     shared: list[Any] = [layout]
-    with ends_with_lost_peers(group, rank_in(group)):
-        dist.broadcast_object_list(shared, group=group, group_src=ranks[0])
+    dist.broadcast_object_list(shared, group=group, group_src=ranks[0])
     found: WeightLayout = shared[0]
     if len(found.ranks) != len(ranks):
         raise ReshardError(f"the {side} layout has {len(found.ranks)} ranks, its side of the group {len(ranks)}")

@@ -26,7 +26,6 @@ __all__ = [
     "DrawsItself",
     "FormsReplicas",
     "HoldsPadding",
-    "Settles",
     "SupportsAdapterUpdates",
     "SupportsAdapters",
     "SupportsBufferLoading",
@@ -156,20 +155,6 @@ class FormsReplicas(Protocol):
 
     def replica_ranks(self) -> tuple[int, ...]:
         """The ranks that hold one model together with this one, in tensor-parallel order, as the engine says."""
-        ...
-
-
-@runtime_checkable
-class Settles(Protocol):
-    """A rollout backend some of whose methods are collective over a replica: ranks wait there for each other."""
-
-    def settle(self) -> None:
-        """Waits for the replica's other ranks to come here; one that is in a collective method instead gets an error
-        there. A rank that failed goes on to this, so that nobody waits for it in what it skips.
-
-        Raises:
-            BackendError: if a rank is lost, or does not come within the groups' deadline.
-        """
         ...
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_engine.backends._agreement import together
+from hf_engine.agreement import together
 from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 
@@ -60,31 +60,30 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
             crash left too), or ranks were given different directories: what was there is still there.
     """
     is_first = dist.get_rank(group) == 0
-    with together("write", group):
+    with together("nothing was written", group):
         check_directory(directory)
         target = Path(directory).resolve()
         if not target.name:  # the root, which nothing can be beside
             _refuse_others_files(target)
     agree_on_directory(target, group)
     filling, replaced = (target.with_name(f".{target.name}.{state}") for state in ("filling", "replaced"))
-    with together("write", group):  # what is refused here stays, so nothing is cleared up before it is over
+    with together("nothing was written", group):  # what is refused here stays
         if is_first:
             _refuse_others_files(filling, _UNFINISHED)
             _refuse_others_files(replaced)
             _refuse_others_files(target)
             _prepare(target, filling, replaced)
     try:
-        with together("write", group):
+        with together("nothing was written", group):
             write(filling)
-        with together("write", group):
+        with together("nothing was written", group):
             if is_first:
                 _refuse_others_files(target)  # which may have come meanwhile
                 _keep_tokenizer(target, filling)
                 _replace(target, filling, replaced)
-    except BaseException:
+    finally:  # where all went well it has another name
         if is_first:
             shutil.rmtree(filling, ignore_errors=True)
-        raise
 
 
 def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None:

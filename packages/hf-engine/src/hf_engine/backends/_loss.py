@@ -2,78 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Real
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDict
 from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_engine.backends._base import LossFunction, Metrics
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_engine.resharding.agreement import refuse_together
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.metrics import merge_metrics
 
-__all__ = ["STEP_METRICS", "ForwardPasses", "StepLoss"]
-
-_Forward = Callable[[MicroBatch], Mapping[str, torch.Tensor]]
+__all__ = ["STEP_METRICS", "StepLoss"]
 
 STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite")
 """Metrics that every step adds to those of its loss function."""
 
 
-class ForwardPasses:
-    """Forward passes of one call, of which one that fails on some rank fails the call on all.
-
-    Args:
-        device: where they compute.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.refusal: Exception | None = None
-        """Why the call fails."""
-
-    def outputs(self, micro_batch: MicroBatch, forward: _Forward) -> tuple[MicroBatch, Mapping[str, torch.Tensor]]:
-        """A micro-batch and its outputs; a dummy and its once a forward pass failed, which keeps this rank in step too.
-
-        Only where no rank waits for another within a forward pass.
-
-        Args:
-            micro_batch: rows of the batch, or a dummy.
-            forward: computes its outputs, [b, T] each, by name.
-        """
-        if self.refusal is None:
-            try:
-                return micro_batch, forward(micro_batch)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others hear of it from `agree`
-                self.refusal = error
-        dummy = MicroBatch.dummy()
-        return dummy, forward(dummy)
-
-    def agree(self, group: dist.ProcessGroup, outcome: str) -> None:
-        """Raises on every rank of the group if anything failed on any: its own error there, elsewhere who else's.
-
-        Args:
-            group: the ranks that act together.
-            outcome: what came of it on the others, for their error.
-
-        Raises:
-            BackendError: where nothing failed, naming the ranks that did and their errors.
-        """
-        failed = torch.tensor([self.refusal is not None], dtype=torch.int32, device=self._device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
-        if failed.item():
-            refuse_together(self.refusal, group, dist.get_process_group_ranks(group), BackendError, outcome)
-
-
-class StepLoss(ForwardPasses):
+class StepLoss:
     """Calls a loss function on micro-batches and keeps the sums.
 
-    Its answer of another kind, or one from which no gradient can be taken, is refused like a pass that failed.
+    Refuses an answer of another kind, and one from which no gradient can be taken.
 
     Args:
         loss_fn: see `TrainBackend.train_step`.
@@ -82,7 +33,7 @@ class StepLoss(ForwardPasses):
     """
 
     def __init__(self, loss_fn: LossFunction, sequences: SequenceBatch, device: torch.device) -> None:
-        super().__init__(device)
+        self._device = device
         self._loss_fn = loss_fn
         self._sequences = sequences
         self.total = 0.0
@@ -93,21 +44,12 @@ class StepLoss(ForwardPasses):
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
 
-        So is it once the loss function failed: other ranks wait for this one in every micro-batch, and hear of it from
-        `agree`.
-
         Args:
             micro_batch: rows of the batch, or a dummy.
             outputs: [b, T] each, by name.
         """
-        if len(micro_batch.rows) and self.refusal is None:
-            try:
-                return self._evaluate(micro_batch, outputs)
-            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything
-                self.refusal = error
-        return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
-
-    def _evaluate(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        if not len(micro_batch.rows):
+            return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}
         size = [len(micro_batch.rows)]
         answer = self._loss_fn(TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -108,13 +108,12 @@ def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> 
         BackendError: if there is not enough memory.
     """
     failed = f"the KV cache's {sum(sizes)} bytes cannot be taken again"
-    try:
+    with ExitStack() as undo:
+        for storage in caches:
+            undo.callback(storage.resize_, 0)
         with lack_of_memory_is_an_error(failed, "lower cache_bytes, or hold less beside it"):
             for storage, num_bytes in zip(caches, sizes, strict=True):
                 storage.resize_(num_bytes)
                 # What is masked is multiplied by zero, and memory may hold what is not finite.
                 torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-    except BaseException:
-        for storage in caches:
-            storage.resize_(0)
-        raise
+        undo.pop_all()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.training.state import LoadedState, StateFile
 from hf_engine.training.state.loading import load_parts
 from hf_engine.training.state.parts import StateParts, StateProgress
@@ -53,7 +52,6 @@ class KeepsState(ABC):
         """Grows with every optimizer step and every load."""
         return self._weight_changes
 
-    @lost_peers_are_errors("save_state")
     def save_state(
         self, directory: str | Path, *, background: bool = False, weight_version: int = 0, apart: bool = False
     ) -> None:
@@ -71,14 +69,12 @@ class KeepsState(ABC):
         writer = StateWriter(self._state_group) if apart else self._states
         writer.save(directory, parts, progress, background=background)
 
-    @lost_peers_are_errors("finish_state")
     def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
         """Waits for what `save_state` writes; see `TrainBackend.finish_state`."""
         if timeout_s is not None:
             check_number(StateError, "timeout_s", timeout_s)
         return self._states.finish(timeout_s)
 
-    @lost_peers_are_errors("load_state")
     def load_state(self, directory: str | Path, *, files: Sequence[StateFile] | None = None) -> LoadedState:
         """Continues from a saved state; see `TrainBackend.load_state`."""
         parts = self._state_parts("load_state")

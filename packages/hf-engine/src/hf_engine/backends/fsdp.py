@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -19,8 +18,9 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_engine.backends._agreement import agree_on_micro_batches, together
+from hf_engine.agreement import together
 from hf_engine.backends._base import Head, LossFunction, TrainConfig
+from hf_engine.backends._batch_agreement import agree_on_micro_batches
 from hf_engine.backends._build_arguments import check_data_parallel, check_train_arguments, require_head
 from hf_engine.backends._causal_lm import find_head_name, save_causal_lm
 from hf_engine.backends._classifier import build_by_architecture
@@ -38,14 +38,13 @@ from hf_engine.backends._fsdp_model import (
 from hf_engine.backends._fsdp_state import FsdpState, StateFacts
 from hf_engine.backends._lora import check_model_adapters, named_parameters
 from hf_engine.backends._lora_config import LoraConfig
-from hf_engine.backends._loss import ForwardPasses, StepLoss
+from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
 from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
-from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
 from hf_engine.resharding.boxes import Box
@@ -89,7 +88,6 @@ class FsdpBackend(TrainSteps):
         self._has_unreduced_gradients = False
 
     @classmethod
-    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -112,7 +110,7 @@ class FsdpBackend(TrainSteps):
         from hf_engine.backends._fsdp_lora import AdaptedFsdpBackend  # which is a subclass
 
         kind = cls if config.lora is None else AdaptedFsdpBackend
-        with together("load", None), torch.random.fork_rng():
+        with together("nothing was loaded"), torch.random.fork_rng():
             loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
         if not trainable:
             loaded.requires_grad_(False)
@@ -179,18 +177,16 @@ class FsdpBackend(TrainSteps):
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
         self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
 
-    @lost_peers_are_errors("sum_over_data")
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._group)
         return cast("list[float]", sums.tolist())
 
-    @lost_peers_are_errors("load_hf")
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")
-        with together("load", self._group):
+        with together("nothing was loaded", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head, *self._adapting)
             full, buffers, own = named_parameters(loaded), persistent_buffers(loaded), persistent_buffers(self._model)
@@ -206,11 +202,10 @@ class FsdpBackend(TrainSteps):
         if self._optimizer is not None:
             self._optimizer = ShardedAdamW(self._parameters.values(), self._config)
 
-    @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._offloaded.require_weights("export_hf")
-        with together("write", self._group):
+        with together("nothing was written", self._group):
             check_directory(directory)
             check_export_dtype(dtype)
         is_writer = dist.get_rank(self._group) == 0
@@ -266,28 +261,17 @@ class FsdpBackend(TrainSteps):
     def _dtype(self) -> torch.dtype:
         return next(iter(self._parameters.values())).dtype
 
-    @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:
         self._offloaded.require_weights("scoring")
         sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
-        passes = ForwardPasses(self._device)
-        forward = partial(self._forward, request=request)
-        with failures_end_all("no rank has its outputs"), torch.no_grad():
+        with torch.no_grad(), ExitStack() as end:
+            # Without a backward pass the root would keep the gathered weights, and miss a later load.
+            end.callback(self._root.reshard)
             for micro_batch in micro_batches:
-                for name, output in self._pass(passes, micro_batch, forward)[1].items():
+                for name, output in self._forward(micro_batch, request=request).items():
                     parts[name].append((micro_batch, output))
-        # Without a backward pass the root would keep the gathered weights, and miss a later load.
-        self._root.reshard()
-        passes.agree(self._group, "no rank has its outputs")
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
-
-    def _pass(
-        self, passes: ForwardPasses, micro_batch: MicroBatch, forward: Callable[[MicroBatch], dict[str, torch.Tensor]]
-    ) -> tuple[MicroBatch, Mapping[str, torch.Tensor]]:
-        if self._config.shard == "root":  # whose weights are whole after the first pass's first hook
-            return passes.outputs(micro_batch, forward)
-        return micro_batch, forward(micro_batch)
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
         """Outputs at the response tokens [b, T], or one score for each sequence."""
@@ -309,12 +293,11 @@ class FsdpBackend(TrainSteps):
         *,
         is_first: bool,
     ) -> None:
-        forward = partial(self._forward, request=request)
         with self._accumulating(is_first=is_first):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
-                passed, outputs = self._pass(loss, micro_batch, forward)
-                torch.autograd.backward(loss.of(passed, outputs) / denominator)
+                outputs = self._forward(micro_batch, request=request)
+                torch.autograd.backward(loss.of(micro_batch, outputs) / denominator)
 
     @contextmanager
     def _accumulating(self, *, is_first: bool) -> Iterator[None]:
@@ -326,11 +309,10 @@ class FsdpBackend(TrainSteps):
         if is_first:
             self._require_optimizer("a step").zero_grad()
         self._has_unreduced_gradients = True
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._root.reshard)  # else a load or an offload that follows would be missed
             yield
-        except BaseException:
-            self._root.reshard()  # else a load or an offload that follows would be missed
-            raise
+            on_failure.pop_all()
         self._has_unreduced_gradients = False
 
     def _reduce_after_backward(self, reduces: bool) -> None:

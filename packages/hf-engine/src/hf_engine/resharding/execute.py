@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.lost_peers import describe_failure, failures_end_all
-from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import HIGHEST, agree, spread
+from hf_engine.agreement import HIGHEST, spread, together
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.members import check_device, find_members
@@ -112,7 +111,7 @@ class ReshardExecutor:
         self._dtype = getattr(torch, plan.target.dtype)
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._fingerprint = zlib.crc32(str(bucket_bytes).encode(), plan.digest) % HIGHEST
+        self._fingerprint = zlib.crc32(str(bucket_bytes).encode(), plan.digest)
         self._is_agreed = False
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
         self._buffers = [] if buffers is None else buffers
@@ -122,11 +121,6 @@ class ReshardExecutor:
     def buffer_bytes(self) -> int:
         """Bytes of the communication buffers, kept from step to step."""
         return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether weights move between ranks of the group: then they wait for each other."""
-        return bool(self._steps)
 
     @property
     def is_silent(self) -> bool:
@@ -146,7 +140,6 @@ class ReshardExecutor:
         *,
         version: int | None = None,
         mover: ShardMover | None = None,
-        refusal: Exception | None = None,
     ) -> Transfer:
         """Fills this rank's target tensors from everybody's source tensors. Collective over the group.
 
@@ -156,67 +149,50 @@ class ReshardExecutor:
             version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
                 None, for a rank that only receives, takes the senders' if they agree.
             mover: moves this rank's training shard into the target instead of copying it.
-            refusal: why this rank cannot take part: raised here, and told to the others. It is not run then.
 
         Raises:
-            ReshardError: for a version that is none, or tensors that do not match the layout, on every rank and before
-                anything moves; for a transfer that fails on the way, after which the process groups cannot be used
-                again; for bytes that differ from what was sent, or weights of another version.
+            ReshardError: on every rank: before anything moves for a version that is none, or tensors that do not match
+                the layout; afterwards for bytes that differ from what was sent, or weights of another version.
         """
-        try:
-            self.agree(refusal or self._find_mistake(source, target, version, mover))
-            held, wanted = as_parts(source), as_parts(target)
-            seals = Seals()
-            # Others wait for a rank that fails on the way, where anything is: they are told.
-            outcome = "the weights did not arrive"
-            with failures_end_all(outcome, group=self._group) if self._steps else nullcontext():
-                self._exchange(held, wanted, seals, _UNKNOWN if version is None else version, mover)
-                versions, damaged = seals.versions(), seals.damaged()
-            if self._steps:
-                version = self._check_seals(versions, damaged, version)
-        except RuntimeError as error:
-            if error is refusal:
-                raise
-            told = describe_failure("the transfer of weights", error, rank=self._rank, group=self._group)
-            raise ReshardError(told) from error
+        with self.agreed():
+            check_version(version)
+            check_weights(self._plan.source, self._rank, source, "source")
+            check_weights(self._plan.target, self._rank, target, "target")
+            check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
+            check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
+        seals = Seals()
+        self._exchange(as_parts(source), as_parts(target), seals, _UNKNOWN if version is None else version, mover)
+        if self._steps:
+            version = self._check_seals(seals.versions(), seals.damaged(), version)
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             seal_bytes=seals.count * SEAL_BYTES,
             version=version,
         )
 
-    def agree(self, refusal: Exception | None) -> None:
-        """Refuses on every rank of the group what any refuses, so that none waits for it. Collective.
+    @contextmanager
+    def agreed(self) -> Iterator[None]:
+        """A block of checks that all ranks of the group get through, or none. Collective at its end.
 
         Once all know that they have one plan, nobody is asked where no weights move: no rank waits for another then.
 
         Raises:
-            ReshardError: naming the ranks that refused, and why; on those that did, their own refusal. And on all for
-                executors of different plans or bucket_bytes.
+            ReshardError: naming the ranks that refused, and why. And on all for executors of different plans or
+                bucket_bytes.
         """
         if self.is_silent:
-            if refusal is not None:
-                raise refusal
+            yield
             return
-        if not agree(refusal, self._fingerprint, self._group, self._device, self._members):
+        options: dict[str, Any] = {"error": ReshardError, "device": self._device, "ranks": self._members}
+        with together("no weights were moved", self._group, **options) as agreement:
+            agreement.number = self._fingerprint
+            yield
+        if not agreement.is_alike:
             raise ReshardError(
                 f"the ranks were given different plans or bucket_bytes; rank {self._rank} has bucket_bytes="
                 f"{self._bucket_bytes} and {len(self._steps)} rounds: give all the same"
             )
         self._is_agreed = True
-
-    def _find_mistake(
-        self, source: Weights, target: Weights, version: int | None, mover: ShardMover | None
-    ) -> Exception | None:
-        try:
-            check_version(version)
-            check_weights(self._plan.source, self._rank, source, "source")
-            check_weights(self._plan.target, self._rank, target, "target")
-            check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
-            check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
-        except Exception as error:  # noqa: BLE001 - whatever it is, others wait for this rank
-            return error
-        return None
 
     def _exchange(self, held: _Parts, wanted: _Parts, seals: Seals, version: int, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
@@ -279,9 +255,7 @@ class ReshardExecutor:
         wrong = {rank: found for rank, found in versions.items() if found != expected}
         verdict = HIGHEST if damaged or wrong else expected
         # An unknown version is neither the lowest nor the highest unless all are.
-        lowest, highest = spread(
-            HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device, rank=self._rank
-        )
+        lowest, highest = spread(HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device)
         if damaged:
             raise ReshardError(
                 f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "
@@ -336,15 +310,9 @@ def execute_reshard(
     Raises:
         ReshardError: as `ReshardExecutor` and its `run`, on every rank of the group.
     """
-    members, _ = find_members(group, None)
-    executor: ReshardExecutor | None = None
-    refusal: Exception | None = None
-    try:
+    find_members(group, None)
+    with together("no weights were moved", group, error=ReshardError):
         executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
-    except ReshardError as error:
-        refusal = error
-    agree(refusal, 0, group, local_device(), members)
-    assert executor is not None, "or a refusal was raised"
     return executor.run(source, target).recv_bytes
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.lost_peers import is_of_a_lost_peer
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.matching import check_weights
@@ -78,7 +76,6 @@ class ShardStream:
         take: Callable[[Mapping[str, Sequence[torch.Tensor]]], None],
         *,
         version: int,
-        refusal: Exception | None = None,
     ) -> int:
         """Sends this rank's weights and hands over its shards, group by group. Collective over the group.
 
@@ -86,53 +83,29 @@ class ShardStream:
             source: this rank's tensors in the source layout; read only.
             take: called with this rank's tensors of a group, one per box, which are its own from then on.
             version: of the weights.
-            refusal: as in `ReshardExecutor.run`.
 
         Returns:
             Bytes of weights received.
 
         Raises:
-            ReshardError: as `ReshardExecutor.run`, and where another rank's `take` refused; groups that were taken
-                before were complete.
+            ReshardError: as `ReshardExecutor.run`; groups that were taken before were complete.
         """
-        refusal = refusal or _refusal_of(lambda: check_weights(self._plan.source, self._rank, source, "source"))
-        self._agree(refusal)
+        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
+        with asking.agreed():
+            check_weights(self._plan.source, self._rank, source, "source")
         received = 0
         for names, executor in zip(self._groups, self._executors, strict=True):
-            target: dict[str, list[torch.Tensor]] = {}
-            refusal = refusal or _refusal_of(partial(self._allocate, names, target))
-            part = {} if refusal else {name: source[name] for name in names if name in source}
-            run = partial(executor.run, part, target, version=version, refusal=refusal)
-            if executor.has_rounds:
-                received += run().recv_bytes
-            else:  # others hear of a refusal with the next group that moves, or after the last
-                problem = _refusal_of(run)
-                if problem and is_of_a_lost_peer(problem):
-                    raise problem
-                refusal = refusal or problem
-            # After a refusal too: `take` may be collective.
-            problem = _refusal_of(partial(take, {} if refusal else target))
-            refusal = refusal or problem
-        self._agree(refusal)
+            target = self._allocate(names)
+            part = {name: source[name] for name in names if name in source}
+            received += executor.run(part, target, version=version).recv_bytes
+            take(target)
         return received
 
-    def _agree(self, refusal: Exception | None) -> None:
-        """All ask each other, unless nothing moves at all, so that nobody waits."""
-        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
-        asking.agree(refusal)
-
-    def _allocate(self, names: Sequence[str], target: dict[str, list[torch.Tensor]]) -> None:
-        """Adds this rank's tensors of a group."""
+    def _allocate(self, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+        """This rank's tensors of a group, to be filled."""
         held = self._plan.target.boxes_of(self._rank)
-        for name in names:
-            if name in held:
-                target[name] = [torch.empty(box.shape, dtype=self._dtype, device=self._device) for box in held[name]]
-
-
-def _refusal_of(action: Callable[[], object]) -> Exception | None:
-    """What the action raises: told to the other ranks first."""
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - whatever it is, others wait for this rank
-        return error
-    return None
+        return {
+            name: [torch.empty(box.shape, dtype=self._dtype, device=self._device) for box in held[name]]
+            for name in names
+            if name in held
+        }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from math import isfinite
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -14,7 +15,6 @@ from hf_engine.backends._base import LossFunction, Metrics, TrainConfig
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._outputs import OutputRequest
 from hf_engine.backends._state import KeepsState
-from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_protocols.errors import BackendError, NonFiniteLossError
 
 if TYPE_CHECKING:
@@ -76,7 +76,6 @@ class TrainSteps(KeepsState):
         self._waiting = _Waiting()
         self._on_nonfinite, self._explode_above = config.on_nonfinite, config.explode_above
 
-    @lost_peers_are_errors("train_step")
     def train_step(
         self,
         batch: TensorDict,
@@ -94,7 +93,6 @@ class TrainSteps(KeepsState):
         # The metrics of a loss that is not finite would be those of all steps they are averaged with.
         return metrics | step if "grad_norm" in step else step
 
-    @lost_peers_are_errors("forward_backward")
     def forward_backward(
         self,
         batch: TensorDict,
@@ -109,7 +107,6 @@ class TrainSteps(KeepsState):
         request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
         return self._accumulate("forward_backward", batch, loss_fn, denominator, request)
 
-    @lost_peers_are_errors("optim_step")
     def optim_step(self) -> Metrics:
         """Steps on the gradients that wait; see `TrainBackend.optim_step`."""
         return self._take_step("optim_step")
@@ -157,18 +154,15 @@ class TrainSteps(KeepsState):
         self, method: str, batch: TensorDict, loss_fn: LossFunction, denominator: float, request: OutputRequest
     ) -> Metrics:
         optimizer, waiting = self._prepare_step(method), self._waiting
-        try:
+        with ExitStack() as on_failure:
+            on_failure.callback(self._drop_gradients, optimizer)  # what it left is no gradient of anything
             sequences, micro_batches = self._agreed_micro_batches(
                 batch, request, denominator, needs_rows=True, loss_fn=loss_fn
             )
             loss = StepLoss(loss_fn, sequences, self._device)
-            with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
-                self._add_gradients(loss, micro_batches, request, denominator, is_first=not waiting.calls)
-            loss.agree(self._state_group, "no rank took the step")
+            self._add_gradients(loss, micro_batches, request, denominator, is_first=not waiting.calls)
             total, metrics = self._shared(loss)
-        except BaseException:  # also an interrupt: what it left is no gradient of anything
-            self._drop_gradients(optimizer)
-            raise
+            on_failure.pop_all()
         self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total / denominator)
         return dict(metrics)
 
@@ -192,8 +186,7 @@ class TrainSteps(KeepsState):
                     "training.on_nonfinite = 'skip'"
                 )
             learning_rate = optimizer.next_learning_rate
-            with failures_end_all(f"other ranks may have taken optimizer step {optimizer.steps + 1}"):
-                optimizer.step(grad_norm)
+            optimizer.step(grad_norm)
         finally:
             self._drop_gradients(optimizer)
         self._weight_changes += 1

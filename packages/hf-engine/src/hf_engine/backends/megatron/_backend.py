@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hf_engine.backends._agreement import agree_on_micro_batches, together
+from hf_engine.agreement import together
 from hf_engine.backends._base import Head, LossFunction, Metrics, TrainConfig
+from hf_engine.backends._batch_agreement import agree_on_micro_batches
 from hf_engine.backends._build_arguments import check_train_arguments
 from hf_engine.backends._closed import Closed
 from hf_engine.backends._directories import write_directory
@@ -26,7 +28,6 @@ from hf_engine.backends.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
 from hf_engine.backends.megatron._stage import Stage
 from hf_engine.backends.megatron._state import MegatronState
-from hf_engine.lost_peers import failures_end_all, lost_peers_are_errors
 from hf_engine.model_directory import (
     ExportDtype,
     ExportSource,
@@ -77,7 +78,6 @@ class MegatronBackend(TrainSteps):
         self._stage = Stage(model, groups, config, head=head, trainable=trainable, device=self._device)
 
     @classmethod
-    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -95,18 +95,17 @@ class MegatronBackend(TrainSteps):
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
-        with together("load", None):
+        with together("nothing was loaded"):
             files = read_model_directory(model)
             described = ModelConfig.of(files)
             check_model_directory(files, head=head)
             source = ExportSource.of(files)
         groups = ParallelGroups(topology, seed=seed)
-        try:
+        with ExitStack() as undo:
+            undo.callback(groups.close)
             backend = cls(described, source, groups=groups, config=config, head=head, trainable=trainable)
             backend._stage.load_hf(backend._stage.open_hf(files.path))
-        except BaseException:
-            groups.close()
-            raise
+            undo.pop_all()
         return backend
 
     @classmethod
@@ -155,7 +154,6 @@ class MegatronBackend(TrainSteps):
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
         self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
 
-    @lost_peers_are_errors("sum_over_data")
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
@@ -163,7 +161,6 @@ class MegatronBackend(TrainSteps):
         added: list[float] = sums.tolist()
         return added
 
-    @lost_peers_are_errors("load_hf")
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._stage.offloaded.require_all("load_hf")
@@ -171,11 +168,10 @@ class MegatronBackend(TrainSteps):
         self._note_change()
         self._stage.load_hf(files)
 
-    @lost_peers_are_errors("export_hf")
     def export_hf(self, directory: str | Path, *, dtype: ExportDtype = "source") -> None:
         """Writes config and safetensors from rank 0; see `TrainBackend.export_hf`."""
         self._stage.offloaded.require_weights("export_hf")
-        with together("write", self._world):
+        with together("nothing was written", self._world):
             check_export_dtype(dtype)
 
         def write(path: Path) -> None:
@@ -207,7 +203,6 @@ class MegatronBackend(TrainSteps):
         topology, seed = self._groups.topology, self._groups.seed
         return MegatronState(self._stage, topology, self._config, head=self._head, seed=seed)
 
-    @lost_peers_are_errors("scoring")
     def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:
         self._stage.offloaded.require_weights("scoring")
         sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
@@ -215,8 +210,7 @@ class MegatronBackend(TrainSteps):
         def compute(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[MicroBatch, dict[str, torch.Tensor]]:
             return micro_batch, self._stage.decoder.outputs(hidden, micro_batch, request)
 
-        with failures_end_all("no rank has its outputs"):
-            results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
+        results = run_forward(self._stage.decoder, micro_batches, compute, window=self._window, device=self._device)
         columns = {}
         for name, kind in kinds.items():
             column = sequences.jagged([(micro_batch, outputs[name]) for micro_batch, outputs in results], *kind)
@@ -303,9 +297,8 @@ class MegatronBackend(TrainSteps):
     def _measure(self, loss: float) -> tuple[float, float]:
         optimizer = self._require_optimizer("a step")
         (total,) = self.sum_over_data([loss])
-        with failures_end_all(f"no rank took optimizer step {optimizer.steps + 1}"):
-            self._stage.sum_gradients()
-            return total, optimizer.take_gradients()
+        self._stage.sum_gradients()
+        return total, optimizer.take_gradients()
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._agreement import together
+from hf_engine.agreement import together
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._directories import check_directory
 from hf_engine.backends._offload import OffloadedMemory
@@ -141,7 +141,7 @@ class Stage:
         Raises:
             BackendError: on every rank, for a directory that is missing or holds another model.
         """
-        with together("load", None):
+        with together("nothing was loaded"):
             return self._open_hf(directory)
 
     @torch.no_grad()
@@ -156,7 +156,7 @@ class Stage:
             stored = self._name_in(files, name)
             return None if stored is None else files.read(stored, box)
 
-        with together("load", None):
+        with together("nothing was loaded"):
             for parameter, live in self.parameters.items():
                 self.assign(live, self._assembled(parameter, live, read))
         if self.optimizer is not None:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._all_or_none import all_or_none
+from hf_engine.agreement import together
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._engine_rules import require_known_layout
 from hf_engine.backends._loading import check_complete, check_shards, check_version
-from hf_engine.backends._replica import Replica, replica_of_all, require_process_group
+from hf_engine.backends._replica import require_process_group
 from hf_engine.backends.server._connection import Connection, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
 from hf_engine.backends.server._files import WeightFiles
@@ -28,7 +28,6 @@ from hf_engine.backends.server._setup import (
     choose_directory,
     read_key,
 )
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.model_directory import (
     ModelDirectory,
     check_model_directory,
@@ -64,9 +63,9 @@ class ServerBackend:
     def __init__(
         self,
         server: Dialect,
-        ranks: Replica,
         *,
         num_servers: int,
+        some_can_release: bool,
         directory: Path,
         shape: ModelShape,
         stops: frozenset[int],
@@ -74,17 +73,16 @@ class ServerBackend:
     ) -> None:
         facts = server.facts
         self._server = server
-        self._ranks = ranks
         self._speaks = dist.get_rank() < num_servers
         self._directory = directory
         self._files = files
-        self._layout = spread_layout(shape.parameters(), ranks.ranks, dtype=facts.dtype)
+        self._layout = spread_layout(shape.parameters(), range(dist.get_world_size()), dtype=facts.dtype)
         self._weight_bytes = shape.num_parameters * self._layout.element_bytes
         self._cache_bytes = facts.cache_tokens * shape.kv_bytes_per_token * self._layout.element_bytes // 2
         self._vocab_size = shape.vocab_size
         self._max_positions = min(shape.max_positions, facts.max_positions)
         self._stops = stops
-        self._some_can_release = any(ranks.gather(facts.can_release))
+        self._some_can_release = some_can_release
         self._stamp = facts.stamp
         self._weight_version = 0
         self._loaded: set[str] | None = None
@@ -93,7 +91,6 @@ class ServerBackend:
         self._has_freed = False
 
     @classmethod
-    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -126,12 +123,12 @@ class ServerBackend:
                 model; for a generation layout other than 1-1.
         """
         require_process_group("server")
-        with all_or_none("no rank asks a server"):
+        with together("no rank asks a server"):
             check_rollout_arguments(topology, seed)
             check_ranks(topology, urls)
         url = urls[dist.get_rank() % len(urls)]
 
-        def connect() -> tuple[Dialect, Path, ModelShape, frozenset[int], Path]:
+        with together("no rank asks a server"):
             files = read_model_directory(model, needs_weights=False)
             check_model_directory(files)
             directory, shape = files.path, require_known_layout(files)
@@ -146,21 +143,22 @@ class ServerBackend:
                     "rollout.options.reproducible to false for samples that no second run has"
                 )
             stops = read_end_of_sequence_ids(files)
-            return server, directory, shape, stops, choose_directory(weights_directory, connection)
-
-        with ExitStack() as undo:
-            ranks = replica_of_all()
-            undo.callback(ranks.close)
-            server, directory, shape, stops, folder = ranks.on_all("build", connect)
-            if len(set(dtypes := ranks.gather(server.facts.dtype))) > 1:
-                raise BackendError(f"the servers {list(urls)} compute in {dtypes}: start them with one --dtype")
-            run = ranks.on_first(lambda: f"hf-engine-{uuid.uuid4().hex[:12]}")
-            files, num_servers = WeightFiles(folder, run, dist.get_rank()), len(urls)
-            backend = cls(
-                server, ranks, num_servers=num_servers, directory=directory, shape=shape, stops=stops, files=files
-            )
-            undo.pop_all()
-        return backend
+            folder = choose_directory(weights_directory, connection)
+        told: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
+        run = f"hf-engine-{uuid.uuid4().hex[:12]}"
+        dist.all_gather_object(told, (server.facts.dtype, server.facts.can_release, run))
+        dtypes, can_release, (run, *_) = zip(*told, strict=True)
+        if len({*dtypes}) > 1:
+            raise BackendError(f"the servers {list(urls)} compute in {[*dtypes]}: start them with one --dtype")
+        return cls(
+            server,
+            num_servers=len(urls),
+            some_can_release=any(can_release),
+            directory=directory,
+            shape=shape,
+            stops=stops,
+            files=WeightFiles(folder, run, dist.get_rank()),
+        )
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -204,18 +202,16 @@ class ServerBackend:
         """Why `generate` refuses to draw so; see `DrawsItself`."""
         return self._server.find_unsupported(sampling)
 
-    @lost_peers_are_errors("begin_weights")
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         self._is_complete = False
         self._loaded = set()
-        self._ranks.on_all("begin_weights", self._files.begin)
+        with together("no update was begun"):
+            self._files.begin()
 
-    @lost_peers_are_errors("load_shards")
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Writes this rank's parameters to a file."""
-
-        def write() -> None:
+        with together("no weights were written"):
             if self._loaded is None:
                 raise BackendError("load_shards without an update: call begin_weights first")
             check_shards(self._layout, dist.get_rank(), shards, self._loaded)
@@ -223,35 +219,29 @@ class ServerBackend:
                 self._files.write({name: whole for name, (whole,) in shards.items()})
             self._loaded |= shards.keys()
 
-        self._ranks.on_all("load_shards", write)
-
-    @lost_peers_are_errors("load_buffers")
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Writes the training model's buffers to a file of rank 0; see `SupportsBufferLoading`."""
-
-        def write() -> None:
+        with together("no buffers were written"):
             if self._loaded is None:
                 raise BackendError("load_buffers without an update: call begin_weights first")
             if dist.get_rank() == 0:
                 self._files.write(buffers)
 
-        self._ranks.on_all("load_buffers", write)
-
-    @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:
         """Has every server load the files, checks what it says, and stamps the samples that follow.
 
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
         """
-        with self._ranks.together("commit_weights"):
+        with together("the weights were not committed"):
             check_version(version)
             check_complete(self._layout, dist.get_rank(), self._loaded)
         if self._loaded is None:
-            self._speak("commit_weights", self._server.flush)
+            self._speak("the weights were not committed", self._server.flush)
         else:
             self._stamp = self._files.stamp
-            self._speak("commit_weights", lambda: self._server.load_weights(self._files.folder, self._stamp))
+            load = partial(self._server.load_weights, self._files.folder, self._stamp)
+            self._speak("the weights were not committed", load)
             self._loaded = None
             self._is_complete = True
         self._weight_version = version
@@ -282,36 +272,23 @@ class ServerBackend:
             version=self._weight_version,
         )
 
-    @lost_peers_are_errors("release")
     def release(self) -> int:
         """Frees the KV cache of servers that were started so that they can; 0 bytes where they were not."""
         if self._some_can_release:
-            with self._ranks.together("release"):  # ranks that share a server have their samples
-                pass
+            dist.barrier()  # ranks that share a server have their samples
             self._is_released = True  # also where some fail: resume asks those that did not
-            self._speak("release", self._free)
+            self._speak("no server was asked again", self._free)
         return self._freed_bytes()
 
-    @lost_peers_are_errors("resume")
     def resume(self) -> None:
         """Has the servers take the memory of the KV cache again."""
         if self._is_released:
-            with self._ranks.together("resume"):
-                pass
-            self._speak("resume", self._take_again)
+            self._speak("no rank generates", self._take_again)
             self._is_released = False
-
-    @lost_peers_are_errors("settle")
-    def settle(self) -> None:
-        """Waits for the other ranks; see `Settles`."""
-        self._ranks.settle()
 
     def close(self) -> None:
         """Removes the files. The servers run on, with the weights that they have."""
-        try:
-            self._files.close()
-        finally:
-            self._ranks.close()
+        self._files.close()
 
     def _free(self) -> None:
         """A server is asked once: SGLang's ends where it is asked twice."""
@@ -324,14 +301,11 @@ class ServerBackend:
             self._server.resume()
             self._has_freed = False
 
-    def _speak(self, method: str, action: Callable[[], None]) -> None:
+    def _speak(self, outcome: str, action: Callable[[], None]) -> None:
         """Does it on one rank of every server, and raises on all what any could not do."""
-
-        def speak() -> None:
-            with expected_form(self._server.facts.url):
+        with together(outcome), expected_form(self._server.facts.url):
+            if self._speaks:
                 action()
-
-        self._ranks.on_all(method, speak if self._speaks else _nothing)
 
     def _freed_bytes(self) -> int:
         return self._cache_bytes if self._has_freed else 0
@@ -352,7 +326,3 @@ class ServerBackend:
                 f"servers of its own "
                 "and build the backend again"
             )
-
-
-def _nothing() -> None:
-    """For ranks that only wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +113,12 @@ class VllmServer:
         """See `Dialect`."""
         post = self._connection.post
         try:
-            try:
+            with ExitStack() as undo:
+                undo.callback(self._resume)
                 post("/pause?mode=wait")
                 post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}})
                 post("/update_weight_version", {"new_version": stamp})
-            except BaseException:
-                # It is the user's and runs on: paused it would answer nobody. What failed first says more.
-                with suppress(BackendError):
-                    self._connection.within(_RESUME_TIMEOUT_S).post("/resume")
-                raise
+                undo.pop_all()
             post("/resume")
         except BackendError as error:
             raise ReshardError(f"{self.facts.name} did not take the weights in {directory}: {error}") from error
@@ -129,6 +126,11 @@ class VllmServer:
         found = self._connection.get("/weight_info")["weight_version"]
         if found != stamp:
             raise ReshardError(f"{self.facts.name} calls its weights {show(found)} after an update to {show(stamp)}")
+
+    def _resume(self) -> None:
+        """The server is the user's and runs on: paused it would answer nobody. What failed first says more."""
+        with suppress(BackendError):
+            self._connection.within(_RESUME_TIMEOUT_S).post("/resume")
 
     def flush(self) -> None:
         """See `Dialect`."""

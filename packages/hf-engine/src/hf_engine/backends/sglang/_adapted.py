@@ -66,9 +66,8 @@ class AdaptedSglangBackend(SglangBackend):
             super()._end_update()
         boxes = {name: Box.whole(tuple(part.shape)) for name, part in self._factors.items()}
         shapes = {name: box.shape for name, box in boxes.items()}
-        filled = self._replica.on_all(
-            "load", lambda: self._staging.fill(self._factors, shapes=shapes, boxes=boxes) if self._factors else ""
-        )
+        with self._replica.together("put_adapter"):
+            filled = self._staging.fill(self._factors, shapes=shapes, boxes=boxes) if self._factors else ""
         self._call("put_adapter", ADAPTER, filled, self._config)
         self._requested = {"adapter": ADAPTER}
         self._factors, self._has_base = {}, True

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import together
 from hf_engine.backends._adapter_rules import FLOAT32_REFUSAL, find_engine_refusal
-from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -27,14 +28,12 @@ from hf_engine.backends.sglang._options import RESERVED, EngineModel, build_opti
 from hf_engine.backends.sglang._process import EngineProcess, cut_sample
 from hf_engine.backends.sglang._replicas import build_engine, choose_class, require_topology
 from hf_engine.backends.sglang._staging import REPORT_BYTES, Staging, cut_buckets, staged_bytes
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.model_directory import ModelDirectory
-from hf_engine.resharding.agreement import refusals_of, relayed
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.arguments import check_count, check_number, show
-from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
 
 if TYPE_CHECKING:
@@ -89,7 +88,6 @@ class SglangBackend:
         self._requested: dict[str, Any] = {}
 
     @classmethod
-    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -130,7 +128,7 @@ class SglangBackend:
         """
         require_process_group("sglang")
         # Ranks meet when the replicas form, and would wait there for one that was refused.
-        with all_or_none("no engine was started"):
+        with together("no engine was started"):
             check_rollout_arguments(topology, seed)
             check_dtype(dtype)
             sizes = {"max_positions": max_positions, "max_rows": max_rows, "staging_bytes": staging_bytes}
@@ -152,11 +150,10 @@ class SglangBackend:
                 more={} if engine_options is None else engine_options,
             ) | ({} if lora is None else build_adapter_options(lora, adapted))
         with ExitStack() as undo:
-            with all_or_none("no engine was started"):
-                replica = build_replica(topology)
-                undo.callback(replica.close)
-                engine = build_engine(replica)
-                undo.callback(engine.close if engine is not None else lambda: None)
+            replica = build_replica(topology)
+            undo.callback(replica.close)
+            engine = build_engine(replica)
+            undo.callback(engine.close if engine is not None else lambda: None)
             backend = choose_class(cls, lora, adapted)(
                 engine,
                 replica,
@@ -166,8 +163,7 @@ class SglangBackend:
                 staging_bytes=staging_bytes,
                 timeout_s=timeout_s,
             )
-            with all_or_none("every engine was ended"):
-                backend._start(options, start_timeout_s)
+            backend._start(options, start_timeout_s)
             undo.pop_all()
         return backend
 
@@ -230,7 +226,6 @@ class SglangBackend:
         """SGLang's tensor-parallel layout; a tied embedding once."""
         return self._layout
 
-    @lost_peers_are_errors("begin_weights")
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         self._check_open()
@@ -238,21 +233,17 @@ class SglangBackend:
         self._loaded = set()
         self._call("begin_weights")
 
-    @lost_peers_are_errors("load_shards")
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to SGLang's loaders, through `staging_bytes` of shared memory at a time."""
-        with self._replica.together("load_shards"):
+        with self._replica.together("load_shards") as agreement:
             self._check_open()
             if self._loaded is None:
                 raise BackendError("load_shards without an update: call begin_weights first")
             check_shards(self._layout, dist.get_rank(), shards, self._loaded)
-        if len({tuple(names) for names in self._replica.gather(list(shards))}) > 1:
-            told = f"the ranks {self._replica.ranks} of one replica load different parameters at a time"
-            raise relayed(ReshardError(told), {})  # one that has none after an error says why
+            agreement.number = crc32(repr(list(shards)).encode())
         self._load_parts(shards)
         self._loaded |= shards.keys()
 
-    @lost_peers_are_errors("load_buffers")
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Hands the training model's buffers to SGLang's loaders; see `SupportsBufferLoading`."""
         with self._replica.together("load_buffers"):
@@ -270,11 +261,12 @@ class SglangBackend:
     def _load(
         self, shards: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], boxes: Mapping[str, Box]
     ) -> None:
-        filled = self._replica.on_all("load", lambda: self._staging.fill(shards, shapes=shapes, boxes=boxes))
+        with self._replica.together("load_weights"):
+            filled = self._staging.fill(shards, shapes=shapes, boxes=boxes)
         self._call("load_weights", self._replica.gather(filled))
-        self._replica.on_all("load", self._staging.check_report)
+        with self._replica.together("load_weights"):
+            self._staging.check_report()
 
-    @lost_peers_are_errors("commit_weights")
     def commit_weights(self, version: int) -> None:
         """Declares the weights complete, drops the prefix cache and stamps the samples that follow.
 
@@ -294,18 +286,17 @@ class SglangBackend:
     def _end_update(self) -> None:
         self._call("end_weights")
 
-    @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         from hf_engine.backends._responses import build_responses, digest_request, read_prompts
         from hf_engine.backends._sampling import draw_uniforms
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        with self._replica.together("generate") as given:
+        with self._replica.together("generate") as agreement:
             self._check_ready()
             ends, vocab_size = self._model.stop_token_ids, self._model.shape.vocab_size
             prompts = read_prompts(batch, sampling, vocab_size=vocab_size, positions=self._max_positions, ends=ends)
-            given.append(digest_request(prompts, batch["row_id"], sampling))
+            agreement.number = digest_request(prompts, batch["row_id"], sampling)
             check_cache_rows(prompts.lengths.tolist(), sampling, self._cache_tokens, self._cache_token_bytes)
             strings = load_stop_strings(self._model.directory, sampling)
         rows = [row.tolist() for row in batch["prompt_ids"].unbind()]
@@ -325,7 +316,6 @@ class SglangBackend:
             version=self._weight_version,
         )
 
-    @lost_peers_are_errors("release")
     def release(self) -> int:
         """Frees the KV cache on a GPU; SGLang on a CPU can free nothing. The weights stay in the engine."""
         self._call("flush")
@@ -336,18 +326,12 @@ class SglangBackend:
             self._is_released = True
         return self._cache_tokens * self._cache_token_bytes
 
-    @lost_peers_are_errors("resume")
     def resume(self) -> None:
         """Takes the memory of the KV cache again."""
         self._check_open()
         if self._is_released:
             self._call("resume")
             self._is_released = False
-
-    @lost_peers_are_errors("settle")
-    def settle(self) -> None:
-        """Waits for the other ranks of the replica; see `Settles`."""
-        self._replica.settle()
 
     def close(self) -> None:
         """Ends the engine's process."""
@@ -363,19 +347,16 @@ class SglangBackend:
         try:
             found = self._call("start", options, timeout_s=timeout_s)
         except BackendError as error:
-            told = (
+            raise BackendError(
                 f"SGLang did not start with {show(self._model.name)}, gen_tp_size={options['tp_size']}, "
                 f"max_total_tokens="
                 f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
                 f"(max_positions + {RESERVED}): {error}"
-            )
-            failed = refusals_of(error, dist.get_rank(), told)
-            raise relayed(BackendError(told), dict.fromkeys(failed, told)) from error
+            ) from error
         self._cache_tokens = found["cache_tokens"]
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
-        with self._replica.together(f"the engine's {method}"):
-            self._check_open()
+        self._check_open()
 
         def on_first() -> Any:
             assert self._engine is not None, "the first rank has the engine"

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,10 @@ class EngineProcess:
         self._segments: set[str] = set()
         self._ended = ""
         self._process: subprocess.Popen[bytes] | None = None
-        try:
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, self._directory, ignore_errors=True)
             ours = self._start(environment)
-        except BaseException:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            raise
+            undo.pop_all()
         self._connection = Connection(ours.detach())
 
     @property
@@ -60,26 +60,31 @@ class EngineProcess:
                 gone. So it is after an interrupt: its answer would be taken for the next request's.
         """
         self._running()
+        with ExitStack() as undo:
+            undo.callback(self._end, f"{method!r} was interrupted")  # unless it ended for another reason
+            succeeded, value = self._ask((method, arguments, options), timeout_s)
+            undo.pop_all()
+        if not succeeded:
+            raise BackendError(f"SGLang refused {method!r}: {value}")
+        return value
+
+    def _ask(self, request: tuple[str, tuple[Any, ...], dict[str, Any]], timeout_s: float) -> tuple[bool, Any]:
+        method, *_ = request
         try:
-            self._connection.send_bytes(pickle.dumps((method, arguments, options)))
+            self._connection.send_bytes(pickle.dumps(request))
             if not self._wait(timeout_s, watch=method == "start"):
                 self._end(f"it did not finish {method!r} in {timeout_s:g} s")
                 raise BackendError(
                     f"SGLang did not finish {method!r} in {timeout_s:g} s and was ended: build the backend again, with "
                     f"a longer {'start_timeout_s' if method == 'start' else 'timeout_s'} if it only needs more time"
                 )
-            succeeded, value = pickle.loads(self._connection.recv_bytes())
+            answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
             how, why = self._end_of_process(), self._last_words()
             self._end(f"in {method!r}, {how}")
             text = f"SGLang's process ended in {method!r} ({how}): {why}; build the backend again"
             raise BackendError(text) from error
-        except BaseException:
-            self._end(f"{method!r} was interrupted")
-            raise
-        if not succeeded:
-            raise BackendError(f"SGLang refused {method!r}: {value}")
-        return value
+        return answer
 
     def close(self) -> None:
         """Ends the process with all of its children and removes its files."""

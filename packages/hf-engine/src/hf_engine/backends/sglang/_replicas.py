@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,23 +41,12 @@ def build_engine(replica: Replica) -> EngineProcess | None:
     """On the replica's first rank the process of its engine, which is not started yet. Collective over the replica.
 
     Raises:
-        BackendError: on all of its ranks, if they are on several machines, or there is no process.
+        BackendError: on all of its ranks, if they are on several machines.
     """
     replica.require_one_machine()
     devices = replica.gather(local_device().index or 0)
     environment = partial(build_environment, tp_size=len(replica.ranks), devices=devices)
-    with ExitStack() as undo:
-
-        def create() -> EngineProcess | None:
-            if not replica.is_first:
-                return None
-            engine = EngineProcess(environment)
-            undo.callback(engine.close)
-            return engine
-
-        engine = replica.on_all("build", create)
-        undo.pop_all()
-    return engine
+    return EngineProcess(environment) if replica.is_first else None
 
 
 def choose_class(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import together
 from hf_engine.backends._adapter_rules import FLOAT32_REFUSAL, find_engine_refusal, is_adapter_name
-from hf_engine.backends._all_or_none import all_or_none
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._dtype import RolloutDtype, check_dtype
@@ -25,7 +24,6 @@ from hf_engine.backends._memory import check_sizes, choose_cache_bytes
 from hf_engine.backends._replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.backends._versions import VLLM
 from hf_engine.backends.vllm._library import embedded
-from hf_engine.lost_peers import lost_peers_are_errors
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
@@ -71,7 +69,6 @@ class VllmBackend:
         self._is_released = False
 
     @classmethod
-    @lost_peers_are_errors("build")
     def build(
         cls,
         model: str | Path,
@@ -104,7 +101,7 @@ class VllmBackend:
         require_process_group("vllm")
         with embedded():
             # Ranks connect when the engine starts, and would wait for one that was refused.
-            with all_or_none("no engine was started"):
+            with together("no engine was started"):
                 from hf_engine.backends.vllm._engine import Engine, check_cache, plan_layout
 
                 check_rollout_arguments(topology, seed)
@@ -115,22 +112,18 @@ class VllmBackend:
                 shape, layout = plan_layout(model, topology, dtype)
                 layout, adapted = plan_engine_adapters(cls, model, layout, lora)
                 check_cache(shape, topology, dtype=dtype, cache_bytes=cache_bytes, max_positions=max_positions)
-            with ExitStack() as undo:
-                with all_or_none("every engine was ended"):
-                    engine = Engine(
-                        model,
-                        shape,
-                        topology,
-                        dtype=dtype,
-                        seed=seed,
-                        cache_bytes=cache_bytes,
-                        max_positions=max_positions,
-                        lora=lora,
-                        adapted=adapted,
-                    )
-                    undo.callback(engine.close)
-                replica = build_replica(topology)
-                undo.pop_all()
+            engine = Engine(
+                model,
+                shape,
+                topology,
+                dtype=dtype,
+                seed=seed,
+                cache_bytes=cache_bytes,
+                max_positions=max_positions,
+                lora=lora,
+                adapted=adapted,
+            )
+            replica = build_replica(topology)
         return cls(engine, layout=layout, replica=replica, lora=lora)
 
     @classmethod
@@ -240,13 +233,12 @@ class VllmBackend:
         engine.reset_prefix_cache()
         self._weight_version = version
 
-    @lost_peers_are_errors("generate")
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         from hf_engine.backends._responses import build_responses, digest_request, read_prompts
         from hf_engine.backends._stop_strings import load_stop_strings
 
-        with self._replica.together("generate") as given:
+        with self._replica.together("generate") as agreement:
             engine = self._open()
             if self._loaded is not None:
                 raise BackendError("an update of the weights was begun and not committed; send them again and commit")
@@ -255,7 +247,7 @@ class VllmBackend:
             ends = engine.stop_token_ids
             limits = {"vocab_size": engine.vocab_size, "positions": engine.max_positions}
             prompts = read_prompts(batch, sampling, **limits, ends=ends)
-            given.append(digest_request(prompts, batch["row_id"], sampling))
+            agreement.number = digest_request(prompts, batch["row_id"], sampling)
             strings = load_stop_strings(engine.model, sampling)
         stops = sorted(ends | set(sampling.stop_token_ids))
         responses = engine.run(batch, sampling, stops, strings)
@@ -278,11 +270,6 @@ class VllmBackend:
         if self._is_released:
             self._open().resume_cache()
             self._is_released = False
-
-    @lost_peers_are_errors("settle")
-    def settle(self) -> None:
-        """Waits for the other ranks of the replica; see `Settles`."""
-        self._replica.settle()
 
     def close(self) -> None:
         """Ends the engine and its groups."""

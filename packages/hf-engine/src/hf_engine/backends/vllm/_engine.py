@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -155,12 +156,11 @@ class Engine:
             **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
         try:
-            with families_as_trained():
+            with ExitStack() as undo, families_as_trained():
+                undo.callback(destroy_groups)
                 self._engine = LLMEngine.from_engine_args(arguments)
-        except BaseException as error:
-            destroy_groups()
-            if not isinstance(error, Exception):
-                raise
+                undo.pop_all()
+        except Exception as error:  # vLLM and what it builds on raise errors of many kinds
             raise BackendError(
                 f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
                 f"(raise it if the cache is too small, lower it if there is less memory), "
@@ -224,20 +224,15 @@ class Engine:
         """All samples of a batch; see `run_requests`.
 
         Raises:
-            BackendError: if the engine fails on the way; it is of no use any more.
+            BackendError: if an earlier call failed on the way; the engine is of no use any more.
         """
         if self._is_broken:
             # What it left of its requests keeps vLLM busy without an end.
-            raise BackendError("vLLM was interrupted while it generated; close this backend, build another")
+            raise BackendError("vLLM failed in an earlier generate. Close this backend and build another")
         self._is_broken = True
         adapter = None if self._adapter is None else self._adapter.request
-        try:
-            with serving_threads():
-                responses = run_requests(self._engine, batch, sampling, stops, strings, adapter=adapter)
-        except Exception as error:
-            raise BackendError(
-                f"vLLM failed while it generated; close this backend, build another: {type(error).__name__}: {error}"
-            ) from error
+        with serving_threads():
+            responses = run_requests(self._engine, batch, sampling, stops, strings, adapter=adapter)
         self._is_broken = False
         return responses
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hf_engine.backends._agreement import together
+from hf_engine.agreement import together
 from hf_engine.backends._directories import agree_on_directory, check_directory
 from hf_engine.training.state.records import StateFile
 from hf_protocols.arguments import show
@@ -40,23 +40,23 @@ _CHUNK_BYTES = 1 << 24
 
 
 @contextmanager
-def agreed(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
+def agreed(outcome: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """`together` with errors of states.
 
     Raises:
         StateError: on every rank, if the block failed on any.
     """
-    with _as_state_errors(), together(action, group):
+    with _as_state_errors(), together(outcome, group, error=StateError):
         yield
 
 
-def agree_on_path(directory: str | Path, action: str, group: dist.ProcessGroup) -> Path:
+def agree_on_path(directory: str | Path, outcome: str, group: dist.ProcessGroup) -> Path:
     """The absolute path of a directory that all ranks were given. Collective.
 
     Raises:
         StateError: on every rank, if any was given another one, or no path.
     """
-    with agreed(action, group):
+    with agreed(outcome, group):
         check_directory(directory)
         path = Path(directory).resolve()
     with _as_state_errors():

@@ -46,15 +46,15 @@ def load_parts(
         before: called when nothing is refused any more, before the first tensor changes.
     """
     rank, world_size, device = dist.get_rank(group), dist.get_world_size(group), local_device()
-    path = agree_on_path(directory, "load the state", group)
-    with agreed("load the state", group):
+    path = agree_on_path(directory, "no state was loaded", group)
+    with agreed("no state was loaded", group):
         listed = check_files(files)
         if not path.is_dir():
             raise StateError(f"{path} does not exist, or is not a directory. Give what save_state() wrote")
         if listed is not None:
             verify_files(path, listed[rank::world_size])
     with ExitStack() as opened:
-        with agreed("load the state", group):
+        with agreed("no state was loaded", group):
             description = StateDescription.read(path)
             description.check_fits(parts)
             reader = _Reader(path, description, listed, opened)
@@ -68,7 +68,7 @@ def load_parts(
                 set_generators = partial(derive_generators, seed, steps, rank)
         if before is not None:
             before()
-        with agreed("load the state", group), torch.no_grad():
+        with agreed("no state was loaded", group), torch.no_grad():
             parts.fill(reader.fill)
             for name, buffer in parts.buffers().items():
                 reader.fill(BUFFERS, name, Box.whole(buffer.shape), buffer)

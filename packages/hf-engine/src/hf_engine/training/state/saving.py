@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -50,18 +50,16 @@ class _Staged:
     def write(self) -> tuple[StateFile, ...]:
         """Writes all files, and the rank's list of them last; removes them again if one fails."""
         names = sorted(self.tensors)
-        try:
+        owned = names if self.description is None else [*names, DESCRIPTION]
+        with ExitStack() as undo:
+            for name in owned:
+                undo.callback(_remove, self.directory / name)
             written = [write_tensors(self.directory / name, self.tensors.pop(name)) for name in names]
             if self.description is not None:
-                names.append(DESCRIPTION)
                 written.append(write_json(self.directory / DESCRIPTION, self.description))
             sync_directory(self.directory)
             write_listing(self.directory, self.rank, written)
-        except BaseException:
-            for name in names:
-                with suppress(OSError):
-                    (self.directory / name).unlink(missing_ok=True)
-            raise
+            undo.pop_all()
         return tuple(written)
 
 
@@ -82,32 +80,29 @@ class StateWriter:
         self, directory: str | Path, parts: StateParts, progress: StateProgress, *, background: bool = False
     ) -> None:
         """Stages a state and writes it. Collective; see `TrainBackend.save_state`."""
-        with agreed("save the state", self._group):
+        with agreed("no state was saved", self._group):
             if self._pending is not None:
                 raise StateError(
                     f"save_state({str(directory)!r}): the state in {self._directory} is still being written. "
                     "Call finish_state() first"
                 )
-        target = agree_on_path(directory, "save the state", self._group)
-        with agreed("save the state", self._group):
+        target = agree_on_path(directory, "no state was saved", self._group)
+        with agreed("no state was saved", self._group):
             if dist.get_rank(self._group) == 0:
                 _prepare(target)
         self._files, self._directory = None, target
         staged = self._stage(target, parts, progress)
-        self._pending = Future()
-        if background:
-            # Not a daemon: a program that ends waits for its last state.
-            pool = ThreadPoolExecutor(1, thread_name_prefix="save-state")
-            self._pending = pool.submit(staged.write)
-            pool.shutdown(wait=False)
-        else:
-            _run(self._pending, staged)
+        # Not a daemon: a program that ends waits for its last state.
+        pool = ThreadPoolExecutor(1, thread_name_prefix="save-state")
+        self._pending = pool.submit(staged.write)
+        pool.shutdown(wait=not background)
+        if not background:
             self.finish()
 
     def finish(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
         """Waits for the files. Collective; see `TrainBackend.finish_state`."""
         pending, self._pending = self._pending, None
-        with agreed("save the state", self._group):
+        with agreed("no state was saved", self._group):
             if pending is not None:
                 deadline = default_timeout().total_seconds() if timeout_s is None else timeout_s
                 try:
@@ -156,11 +151,9 @@ class StateWriter:
         return None if told is None else tuple(told)
 
 
-def _run(pending: Future[tuple[StateFile, ...]], staged: _Staged) -> None:
-    try:
-        pending.set_result(staged.write())
-    except Exception as error:  # noqa: BLE001 - finish() raises it, on all ranks
-        pending.set_exception(error)
+def _remove(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _prepare(directory: Path) -> None:

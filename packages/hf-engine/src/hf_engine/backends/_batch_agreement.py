@@ -1,61 +1,20 @@
-"""What data-parallel ranks agree on before they act together: one rank's trouble must stop them all, or none."""
+"""What data-parallel ranks agree on about a batch before they act together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 
-from hf_engine.backends._all_or_none import what_came_first
+from hf_engine.agreement import together
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
-from hf_engine.lost_peers import is_of_a_lost_peer
-from hf_engine.process_groups import local_device
-from hf_engine.resharding.agreement import refuse_together
-from hf_protocols.errors import BackendError, BatchError, HybridFlowError
+from hf_protocols.errors import BatchError
 
-__all__ = ["agree_on_micro_batches", "together"]
-
-
-@contextmanager
-def together(action: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A block that every rank of a group gets through, or none. Collective at its end.
-
-    Args:
-        action: what the block does, for the error: `"write"`.
-        group: the ranks that run it at the same time; None is the default group.
-
-    Raises:
-        BackendError: on every rank, if the block failed on any, with the ranks' reasons; the first rank's of equal
-            ones. Not for a lost rank: nobody could be told.
-    """
-    failure: BackendError | None = None
-    reason: str | None = None
-    try:
-        yield
-    except Exception as error:
-        if is_of_a_lost_peer(error):
-            raise
-        known = isinstance(error, OSError | HybridFlowError | SafetensorError)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
-        failure = BackendError(f"could not {action}: {reason}")
-        failure.__cause__ = error
-    local_device()  # NCCL sends objects through the current one
-    told: list[str | None] = [None] * dist.get_world_size(group)
-    with what_came_first(failure):
-        dist.all_gather_object(told, reason, group=group)
-    reasons: dict[str, int] = {}
-    for rank, given in enumerate(told):
-        if given is not None:
-            reasons.setdefault(given, rank)
-    if reasons:
-        refused = "; ".join(f"rank {rank}: {reason}" for reason, rank in reasons.items())
-        raise BackendError(f"could not {action}: {refused}") from failure and failure.__cause__
+__all__ = ["agree_on_micro_batches"]
 
 
 def agree_on_micro_batches(
@@ -87,26 +46,17 @@ def agree_on_micro_batches(
             BatchError that names the rank and says why. Or if none has a row and one is needed, ranks of one replica
             have different ones, or any ranks different arguments.
     """
-    refusal: Exception | None = None
-    micro_batches: list[MicroBatch] = []
-    given: dict[str, str] = {}
-    digest = common = 0
-    try:
+    with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()
         micro_batches = sequences.micro_batches(max_tokens)
         given = {name: _described(value) for name, value in (arguments or {}).items()}
-        digest, common = sequences.digest() if replicas else 0, crc32(repr(given).encode())
-    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
-        refusal = error
-    digests = _by_replica(digest, replicas or (), group)
-    agreed = torch.tensor([len(micro_batches), refusal is not None, common, -common, *digests], device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    num_micro_batches, refused, highest, negated, *digests = agreed.tolist()
-    if refused:
-        ranks = dist.get_process_group_ranks(group)
-        refuse_together(refusal, group, ranks, BatchError, "the other ranks computed nothing")
-    if highest != -negated:
+        agreement.number = crc32(repr(given).encode())
+        digest = sequences.digest() if replicas else 0
+    if not agreement.is_alike:
         _refuse_other_arguments(given, group)
+    agreed = torch.tensor([len(micro_batches), *_by_replica(digest, replicas or (), group)], device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    num_micro_batches, *digests = agreed.tolist()
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
         _refuse_other_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:
