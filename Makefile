@@ -23,7 +23,8 @@ ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test
 	packages/hf-engine/tests/test_matrix.py packages/hf-engine/tests/test_replica_failures.py \
 	integration-tests/tests/test_engine_run.py integration-tests/tests/test_server_run.py
 TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
-FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py
+FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py \
+	packages/hf-engine/tests/test_torchrun_failures.py
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.

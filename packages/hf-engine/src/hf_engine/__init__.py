@@ -43,7 +43,7 @@ from hf_engine.backends import (
 )
 from hf_engine.hybrid_engine import HybridEngine
 from hf_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
-from hf_engine.process_groups import build_groups
+from hf_engine.process_groups import build_groups, default_group
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.checking import ConversionReport, check_conversion
 from hf_engine.resharding.execute import ReshardExecutor, Transfer, execute_reshard
@@ -108,6 +108,7 @@ __all__ = [
     "build_responses",
     "check_conversion",
     "check_logprobs",
+    "default_group",
     "derive_shape",
     "draw_uniforms",
     "execute_reshard",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,7 @@ from hf_protocols.topology import Axis, Topology
 
 __all__ = [
     "build_groups",
-    "build_own_group",
+    "default_group",
     "default_timeout",
     "local_device",
     "local_world_size",
@@ -30,6 +34,42 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     `torch.distributed.get_rank(group)` looks it up by the global rank, which those of another world have too.
     """
     return dist.get_rank() if group is None else int(group.rank())
+
+
+@contextmanager
+def default_group(backend: Literal["gloo", "nccl"] | None = None, *, timeout_s: float) -> Iterator[None]:
+    """The default process group of a program that torchrun started, from its start to its end. Collective.
+
+    A failure inside the block goes to this rank's error file, from which torchrun reports rank, reason and exit code.
+    Then torchrun ends the other ranks.
+
+    Example:
+        with default_group(timeout_s=600):
+            train()
+
+    Args:
+        backend: torch.distributed's; None is NCCL where there are CUDA devices, else gloo.
+        timeout_s: how long a collective may wait for a rank: one that stands still is an error on the others then.
+
+    Raises:
+        TopologyError: for a deadline that is not a number above 0.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    check_number(TopologyError, "timeout_s", timeout_s)
+    handler = get_error_handler()
+    handler.initialize()
+    with ExitStack() as failing:
+        failing.push(partial(_record, handler))
+        chosen = backend or ("nccl" if local_device().type == "cuda" else "gloo")
+        dist.init_process_group(chosen, timeout=timedelta(seconds=timeout_s))
+        yield
+        dist.destroy_process_group()
+
+
+def _record(handler: Any, _kind: object, error: BaseException | None, _trace: object) -> None:
+    if error is not None:
+        handler.record_exception(error)
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -68,13 +108,6 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     assert own is not None, "every rank is in one group of every axis"
     wait_for_connections()
     return own
-
-
-def build_own_group() -> dist.ProcessGroup:
-    """Another group of all ranks, where what they say never meets what they say in the default one. Collective."""
-    group: dist.ProcessGroup = dist.new_group(timeout=default_timeout())
-    wait_for_connections()
-    return group
 
 
 def wait_for_connections() -> None:
