@@ -22,7 +22,7 @@ import torch
 from measurement import RESULTS, record
 
 import hf_algorithms
-from hf_algorithms.data import load_rows, write_addition_data
+from hf_algorithms.data import load_rows, write_addition_data, write_rows
 
 NUM_ITERATIONS = 1000
 MAX_GROWTH = 0.05
@@ -33,6 +33,7 @@ NUM_ROWS, NUM_KEPT = 512, 200
 """Rows to train on; points of each series that are kept for the chart."""
 SETTINGS = {
     "run": {"executor": "in_process", "eval_every": 50, "checkpoint_every": 50},
+    "data": {"max_eval_rows": 16},
     "model": {
         "tokenizer": "characters",
         "hidden_size": 32,
@@ -75,8 +76,9 @@ def run(iterations: int, max_seconds: float | None) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         files = write_addition_data(Path(folder, "data"), seed=0)
+        write_rows(files.train, load_rows(files.train)[:NUM_ROWS])
         hf_algorithms.train(
-            dataset={"train": load_rows(files.train)[:NUM_ROWS], "validation": load_rows(files.validation)[:16]},
+            dataset={"train": str(files.train), "validation": str(files.validation)},
             reward="exact_match",
             config=SETTINGS,
             set={"run.iterations": iterations} | ({"run.max_seconds": max_seconds} if max_seconds else {}),
