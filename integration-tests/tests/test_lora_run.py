@@ -170,6 +170,10 @@ def test_supervised_commands_leave_adapters(
     ("options", "says"),
     [
         (
+            ["model.lora.targets=[]"],
+            "model.lora.targets=[]: names no layer. Name some, or leave it out for all",
+        ),
+        (
             ["model.lora.targets=['q_prj']"],
             "model.lora.targets=['q_prj']: no linear layer of this LlamaForCausalLM is named 'q_prj'. The nearest are",
         ),

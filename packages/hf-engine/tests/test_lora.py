@@ -302,7 +302,7 @@ def test_absent_targets_are_refused_with_the_nearest(models):
     [
         ({"rank": 0}, "rank=0 must be a whole number"),
         ({"dropout": 1.0}, "must be below 1"),
-        ({"targets": ()}, "names nothing"),
+        ({"targets": ()}, r"targets=\[\]: names no layer"),
         ({"targets": "q_proj"}, "a tuple of names"),
     ],
 )

@@ -137,7 +137,12 @@ def check_adapters(config: Config, models: Mapping[str, InitialModel]) -> None:
 
 def _find_problems(config: Config, models: Mapping[str, InitialModel]) -> Iterator[str]:
     assert config.model.lora is not None, "asked by check_adapters"
-    given, checked = config.model.lora.for_engine(), set()
+    checked = set()
+    try:
+        given = config.model.lora.for_engine()
+    except ConfigError as error:
+        yield f"model.lora.{error}"
+        return
     for role in config.recipe.model_roles:
         worker = config.recipe.role(role).load_worker()
         if not getattr(worker, "trainable", True):

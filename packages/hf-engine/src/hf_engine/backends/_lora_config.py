@@ -41,7 +41,7 @@ class LoraConfig:
             for name in self.targets:
                 check_kind(ConfigError, "a name in targets", name, str, "strings")
             if not self.targets or not all(self.targets):
-                raise ConfigError(f"targets={self.targets}: names nothing. Name some layers, or leave it out for all")
+                raise ConfigError(f"targets={list(self.targets)}: names no layer. Name some, or leave it out for all")
 
     @property
     def scaling(self) -> float:
