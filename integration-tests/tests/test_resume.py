@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -105,7 +106,10 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(small_config: Path, hybri
             "run.checkpoint_every=1", "algorithm.name=grpo", "rollout.samples_per_prompt=2",
             f"run.on_metrics={folder / 'killer.py'}:kill_once")  # fmt: skip
     words = [word for key in keys for word in ("--set", key)]
-    assert run_apart("train", small_config, *words) == -signal.SIGKILL
+    command = [Path(sys.executable).with_name("hybridflow"), "train", small_config, *words]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of its reward
+    # not a fork of this process, in which Ray may have run
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
     assert find_commits(run)[-1] == 2
     before, ledger = read_metrics(run), (run / LEDGER).read_text()
     assert [row["iteration"] for row in before] == [1, 2, 3]
