@@ -15,30 +15,34 @@ from small_runs import Outcome, read_metrics
 
 Run = Callable[..., Outcome]
 
+# Every process of a reward pool imports this module: functions that need a large library import it themselves.
 REWARDS = """
 import math
-import numpy as np
-import torch
 
 def too_long(prompts, responses, answers):
     return [1.0] * (len(responses) + 1)
 
 def two_columns(prompts, responses, answers):
+    import numpy as np
     return np.ones((len(responses), 2))
 
 def one_number(prompts, responses, answers):
+    import torch
     return torch.tensor(1.0)
 
 def texts(prompts, responses, answers):
     return ["good"] * len(responses)
 
 def complex_numbers(prompts, responses, answers):
+    import numpy as np
     return np.full(len(responses), 1j)
 
 def half_precision(prompts, responses, answers):
+    import torch
     return torch.tensor([len(r) / 4 for r in responses], dtype=torch.bfloat16)
 
 def whole_numbers(prompts, responses, answers):
+    import numpy as np
     return np.array([len(r) for r in responses], dtype=np.int8)
 
 def some_unscorable(prompts, responses, answers):

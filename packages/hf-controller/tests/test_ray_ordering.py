@@ -158,15 +158,15 @@ def test_a_call_answers_before_it_runs(ray_stage):
 
 
 def test_dropped_futures_free_their_memory(ray_stage):
-    for step in range(300):
-        made = ray_stage.two.step(batch(width=2**16))  # 1 MiB, in a store of 200
+    for step in range(75):
+        made = ray_stage.two.step(batch(width=2**18))  # 4 MiB, in a store of 200
         assert ray_stage.solo.step(made).num_rows == 4
         if step == 9:
             del made
             time.sleep(1.5)  # Ray publishes the store's size twice a second
             used_bytes = _used_bytes()
     del made
-    _wait_until_used(used_bytes + 2**20)
+    _wait_until_used(used_bytes + 2**22)
 
 
 def test_objects_that_methods_returned_go_when_nobody_wants_them_though_the_trace_was_never_drained(ray_stage):

@@ -48,7 +48,7 @@ def load_reference(directory, head="lm"):
     return model
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks4():
     with LocalRanks(4, timeout_s=60) as ranks:
         yield ranks
