@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 
@@ -15,6 +16,14 @@ from hf_algorithms.run_stop import RunStop
 from hf_controller import Terminated
 
 LONG_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def heard_signals() -> Iterator[None]:
+    """A program that ignores SIGHUP, as under `nohup`, is not asked by it: these tests may run in one."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_a_run_that_nobody_stops_makes_all_iterations() -> None:

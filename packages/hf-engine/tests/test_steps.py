@@ -104,7 +104,7 @@ def test_a_step_that_is_skipped_changes_no_bit(ranks2, model, tmp_path, backend)
         assert first["skipped_nonfinite"] == last["skipped_nonfinite"] == (0.0, 1.0)
         assert math.isfinite(first["grad_norm"][0] + last["grad_norm"][0])
     before, after = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("before", "after"))
-    assert len(before) == 7 and before.keys() == after.keys()
+    assert len(before) == 9 and before.keys() == after.keys()
     described = [json.loads(files.pop("state.json").read_text()) for files in (before, after)]
     assert described[0] == described[1]
     assert all(path.read_bytes() == after[name].read_bytes() for name, path in before.items())

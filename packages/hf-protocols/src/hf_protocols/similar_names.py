@@ -14,7 +14,8 @@ def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]
     """Those of ``known`` that ``name`` may be a misspelling of: those that it begins first, then the most similar.
 
     Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away misleads. Of two names
-    that are equally near, one of the same letters comes first. A part that all names share, such as a section, raises the ratio of any two: compare without it.
+    that are equally near, one of the same letters comes first. A part that all names share, such as a section, raises
+    the ratio of any two: compare without it.
     """
     lowered = name.lower()
     matcher = SequenceMatcher(b=lowered)

@@ -25,7 +25,7 @@ __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 
 _HOME = "hf_algorithms.rewards"
 _DIGESTS: dict[str, str] = {}
-"""SHA-256 of the file of each user's module when it was loaded, by the module's name: a file is edited between calls."""
+"""SHA-256 of the file of each user's module, by the module's name, when it was loaded: it may be edited after that."""
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
