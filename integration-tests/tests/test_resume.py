@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_algorithms import cli, sft
+from hf_algorithms import cli, export, sft
 from hf_algorithms.checkpoints import LEDGER, count_ledger, find_commits
 from hf_protocols import ConfigError
 from small_runs import Outcome, read_metrics, without_times
@@ -35,7 +35,10 @@ def kill_once(iteration, metrics):
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 """
-WORDS = ("--set", "run.checkpoint_every=1", "--set", "run.eval_every=2", "--set", "rollout.samples_per_prompt=2")
+WORDS = (
+    "--set", "run.checkpoint_every=1", "--set", "run.keep_best=1", "--set", "run.eval_every=2",
+    "--set", "rollout.samples_per_prompt=2",
+)  # fmt: skip
 
 
 STOPPER = """
@@ -91,7 +94,12 @@ def test_a_killed_run_goes_on_bit_for_bit(
     summary = json.loads((run / "summary.json").read_text())
     assert summary["ledger"] == count_ledger(run / LEDGER)
     assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 4)
-    assert find_commits(run) == [3, 4]
+    evaluated = {row["iteration"]: row[name] for row in read_metrics(run) for name in row if "eval/validation" in name}
+    best = max(evaluated, key=lambda each: (evaluated[each], -each))
+    assert summary["best_commits"] == [best]
+    assert find_commits(run) == sorted({best, 3, 4})
+    kept = export(run, output=folder / "kept", iteration=best)
+    assert (kept / "model.safetensors").read_bytes() == (run / f"steps/{best}/model/model.safetensors").read_bytes()
     again = hybridflow("train", "--resume", run)
     assert again.exit_code == 0 and "has finished its 4 iterations" in again.output
 

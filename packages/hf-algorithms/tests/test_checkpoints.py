@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from hf_algorithms.checkpoints import CheckpointError, find_commits, find_last_commit
+from hf_algorithms.checkpoints.best import BestCommits
 from hf_algorithms.checkpoints.cadence import Cadence
 from hf_algorithms.checkpoints.commit import STEPS, CommittedFile, write_commit
 from hf_algorithms.checkpoints.origin import InputFile, RunOrigin, describe_origin, read_origin, write_origin
@@ -140,6 +141,23 @@ def test_a_run_commits_as_often_as_it_is_asked() -> None:
             now[0] += 3.0
     assert due[0] == 20 and 30 < len(due) < 40
     assert auto.share <= 0.05
+
+
+@pytest.mark.parametrize("lower_is_better", [False, True])
+def test_the_commits_with_the_best_scores_are_kept(lower_is_better: bool) -> None:
+    draw = random.Random(3)
+    scores = [draw.choice([0.1, 0.2, 0.3, 0.4, float("nan"), None]) for _ in range(40)]
+    best = BestCommits(3, lower_is_better=lower_is_better)
+    for iteration, score in enumerate(scores, 1):
+        was_better = best.is_better(score)
+        assert best.add(iteration, score) == was_better == (iteration in best.iterations)
+        known = [(each, i) for i, each in enumerate(scores[:iteration], 1) if each is not None and each == each]
+        expected = sorted(known, key=lambda pair: (pair[0] if lower_is_better else -pair[0], pair[1]))[:3]
+        assert best.iterations == [i for _, i in expected]
+    again = BestCommits(3, lower_is_better=lower_is_better)
+    again.restore(json.loads(json.dumps(best.scores)), [*best.iterations[1:], 99])
+    assert again.iterations == best.iterations[1:]
+    assert not BestCommits(0).is_better(1.0)
 
 
 def test_a_run_knows_its_inputs_wherever_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

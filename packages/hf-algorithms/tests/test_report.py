@@ -136,6 +136,8 @@ def write_run(directory, *, iterations=120, long=False):
         "tokens_per_s": 981.2,
         "peak_rss_bytes": 3_214_000_000,
         "warm_start_steps": 140,
+        "checkpoint_share": 0.0234,
+        "last_commit": iterations,
         "versions": {"hf-algorithms": "0.1.0", "torch": "2.13.0"},
     }
     (directory / "summary.json").write_text(json.dumps(summary))
@@ -175,6 +177,7 @@ def test_a_whole_run_is_one_page_that_loads_nothing(tmp_path):
     assert "0.412" in text
     assert "3.0 GiB" in text
     assert "2:11 min" in text
+    assert "Checkpoints2.3%of the time, the last one after iteration 120" in text
     for title in ("exact_match, validation", "Reward", "KL to the reference", "Actor policy loss", "Critic value loss"):
         assert title in text
     assert "3 more metrics" in text

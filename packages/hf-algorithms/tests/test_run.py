@@ -10,6 +10,7 @@ import pytest
 from hf_algorithms import run
 from hf_algorithms.config import parse_config
 from hf_algorithms.deadlines import list_deadlines
+from hf_algorithms.step_metrics import describe_unscorable
 
 
 @pytest.mark.parametrize(("call_timeout_s", "longest_s"), [(600.0, 600.0), (5.0, 120.0)])
@@ -33,8 +34,6 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
 
 
 def test_a_reward_without_scores_names_its_functions() -> None:
-    ended = run.describe_unscorable(
-        3, {"reward/slow/failed": 8.0, "reward/quick/failed": 0.0, "reward/unscorable": 8.0}
-    )
+    ended = describe_unscorable(3, {"reward/slow/failed": 8.0, "reward/quick/failed": 0.0, "reward/unscorable": 8.0})
     assert ended.endswith("could be scored: calls of slow (8 responses) met deadline_s or ended their process")
-    assert run.describe_unscorable(3, {"reward/unscorable": 8.0}).endswith(": its functions returned None or NaN")
+    assert describe_unscorable(3, {"reward/unscorable": 8.0}).endswith(": its functions returned None or NaN")

@@ -6,12 +6,21 @@ import ctypes
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_protocols import ConfigError
 
-__all__ = ["find_part", "refuse_unwritable", "replace_folder", "sync", "sync_tree", "write_text", "writing_lines"]
+__all__ = [
+    "find_part",
+    "link_folder",
+    "refuse_unwritable",
+    "replace_folder",
+    "sync",
+    "sync_tree",
+    "write_text",
+    "writing_lines",
+]
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -102,6 +111,15 @@ def sync_tree(folder: Path) -> None:
         sync(Path(place))
 
 
+def link_folder(source: Path, target: Path) -> None:
+    """Copies a folder; its weights, which nobody edits, take no space a second time where the file system has links.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    shutil.copytree(source, target, copy_function=_link_weights)
+
+
 def replace_folder(fresh: Path, folder: Path) -> None:
     """Puts a folder in the place of another one, which is removed.
 
@@ -126,6 +144,14 @@ def replace_folder(fresh: Path, folder: Path) -> None:
             raise
         shutil.rmtree(earlier, ignore_errors=True)
     sync(folder.parent)
+
+
+def _link_weights(source: str, target: str) -> None:
+    if source.endswith(".safetensors"):
+        with suppress(OSError):
+            os.link(source, target)
+            return
+    shutil.copy2(source, target)
 
 
 def _exchange(one: Path, other: Path) -> bool:

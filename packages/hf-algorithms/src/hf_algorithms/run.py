@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from hf_algorithms.run_start import begin_run, check_inputs
 from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.sampler_adapters import describe_merging
-from hf_algorithms.step_metrics import average_metrics, describe_skipped
+from hf_algorithms.step_metrics import average_metrics, describe_skipped, describe_unscorable
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_algorithms.training_samples import collect_training_samples
 from hf_algorithms.warm_start import warm_start
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "build_executor",
-    "describe_unscorable",
     "run_training",
 ]
 
@@ -117,21 +116,6 @@ def run_training(
         write_report(directory.path)
     stop.end()
     return summary.body
-
-
-def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
-    """A warning of an iteration in which no response has a score, with the functions whose calls were ended."""
-    failed = [
-        f"{name.split('/')[1]} ({count:g} responses)" for name, count in metrics.items() if _is_failure(name, count)
-    ]
-    reason = "its functions returned None or NaN"
-    if failed:
-        reason = f"calls of {', '.join(failed)} met deadline_s or ended their process"
-    return f"warning: in iteration {iteration} no response could be scored: {reason}"
-
-
-def _is_failure(name: str, count: float) -> bool:
-    return name.startswith("reward/") and name.endswith("/failed") and count > 0
 
 
 class _Run:
@@ -207,6 +191,7 @@ class _Run:
         self._busy_s, self._num_tokens = program.totals["busy_s"], program.totals["tokens"]
         self._ledger = Ledger(self._directory, program.ledger)
         self._summary.restore(program)
+        self._checkpoints.restore(program)
         resume.load(self._roles)
 
     def _warm_start(self, resume: Resumption | None) -> None:
@@ -312,13 +297,17 @@ class _Run:
             self._display.note(line)
         self._directory.append_metrics({"iteration": iteration, **metrics})
         self._display.iteration(iteration, metrics)
-        self._end_iteration(self._checkpoints, iteration, is_last=is_last or self._stop.decide())
+        score = metrics.get(f"eval/validation/{self._metric}")
+        self._end_iteration(self._checkpoints, iteration, is_last=is_last or self._stop.decide(), score=score)
 
-    def _end_iteration(self, checkpoints: Checkpoints, iteration: int, *, is_last: bool = False) -> None:
+    def _end_iteration(
+        self, checkpoints: Checkpoints, iteration: int, *, is_last: bool = False, score: float | None = None
+    ) -> None:
         """Commits what there is after an iteration, or after a step of the warm start, if it is time."""
         checkpoints.end_iteration(
             iteration,
             is_last=is_last,
+            score=score,
             state=self._state,
             totals={"busy_s": self._busy_s, "tokens": self._num_tokens, "wall_s": self._summary.wall_s},
             ledger=self._ledger,

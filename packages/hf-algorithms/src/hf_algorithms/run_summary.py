@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["RunSummary", "versions"]
 
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
-_OWN = ("status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "checkpoint_share")
+_OWN = ("status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "best_commits", "checkpoint_share")
 """Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
 

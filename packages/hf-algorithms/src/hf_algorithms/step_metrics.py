@@ -12,7 +12,7 @@ from hf_protocols.metrics import merge_metrics
 if TYPE_CHECKING:
     from hf_controller import MetricsFuture
 
-__all__ = ["average_metrics", "describe_skipped"]
+__all__ = ["average_metrics", "describe_skipped", "describe_unscorable"]
 
 
 def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, float]]) -> dict[str, float]:
@@ -63,3 +63,18 @@ def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:
         if found is not None:
             metrics[f"{role}/explained_variance"] = found
     return metrics
+
+
+def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
+    """A warning of an iteration in which no response has a score, with the functions whose calls were ended."""
+    failed = [
+        f"{name.split('/')[1]} ({count:g} responses)" for name, count in metrics.items() if _is_failure(name, count)
+    ]
+    reason = "its functions returned None or NaN"
+    if failed:
+        reason = f"calls of {', '.join(failed)} met deadline_s or ended their process"
+    return f"warning: in iteration {iteration} no response could be scored: {reason}"
+
+
+def _is_failure(name: str, count: float) -> bool:
+    return name.startswith("reward/") and name.endswith("/failed") and count > 0

@@ -279,7 +279,9 @@ class _SupervisedRun:
         self._evaluations = evaluations
         self._display = display
         self._ledger = Ledger(directory)
-        self._checkpoints = Checkpoints(config.run, directory, roles, summary, display.note)
+        self._checkpoints = Checkpoints(
+            config.run, directory, roles, summary, display.note, lower_is_better=self._recipe.lower_is_better
+        )
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
         self._summary = summary
@@ -297,6 +299,7 @@ class _SupervisedRun:
                 self._busy_s = resume.program.totals["busy_s"]
                 self._ledger = Ledger(self._directory, resume.program.ledger)
                 self._summary.restore(resume.program)
+                self._checkpoints.restore(resume.program)
                 resume.load(self._roles)
             self._display.phase(self._config.algorithm.name)
             is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
@@ -349,6 +352,7 @@ class _SupervisedRun:
         self._checkpoints.end_iteration(
             iteration,
             is_last=iteration == config.run.iterations or self._stop.decide(),
+            score=metrics.get(f"eval/validation/{self._recipe.metric}"),
             state={},
             totals={"busy_s": self._busy_s, "wall_s": self._summary.wall_s},
             ledger=self._ledger,

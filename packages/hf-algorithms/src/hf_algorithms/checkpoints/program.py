@@ -6,7 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ class Program:
         data: position in the training rows.
         generators: of the program's random numbers.
         sizes: bytes of the files that grow, by their names.
+        best: scores of the commits that `run.keep_best` keeps, by iteration.
     """
 
     iteration: int
@@ -43,6 +44,7 @@ class Program:
     data: Mapping[str, Any]
     generators: Mapping[str, Any]
     sizes: Mapping[str, int]
+    best: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_program(folder: Path, program: Program) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FREE_KEYS", "Resumption", "open_resumption"]
 
-_FREE_OF_RUN = ("iterations", "keep", "max_seconds", "grace_s", "trackers", "on_metrics", "output_dir")
+_FREE_OF_RUN = ("iterations", "keep", "keep_best", "max_seconds", "grace_s", "trackers", "on_metrics", "output_dir")
 FREE_KEYS = (
     *(f"run.{name}" for name in _FREE_OF_RUN),
     *(f"deadlines.{name}" for name in DeadlinesConfig.model_fields),

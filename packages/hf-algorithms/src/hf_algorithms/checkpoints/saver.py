@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.atomic_files import link_folder
+from hf_algorithms.checkpoints.best import BestCommits
 from hf_algorithms.checkpoints.cadence import Cadence
 from hf_algorithms.checkpoints.commit import (
     STEPS,
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
     from hf_controller import WorkerGroup
 
 __all__ = ["Checkpoints", "list_trained"]
+
+_MODEL = "model"
+"""Folder of a run, and of a commit that `run.keep_best` keeps, with the weights in Hugging Face's format."""
 
 
 def list_trained(roles: Roles) -> dict[str, WorkerGroup]:
@@ -63,6 +68,7 @@ class Checkpoints:
         roles: of the run.
         summary: gets the last commit, and the share of the time.
         note: shows the user a line: a run with a role that cannot be saved makes no commit.
+        lower_is_better: of the validation score, by which `run.keep_best` chooses.
         of_warm_start: commits hold steps of the warm start and the policy alone, in `warm_start/steps/`.
     """
 
@@ -74,6 +80,7 @@ class Checkpoints:
         summary: RunSummary,
         note: Callable[[str], None],
         *,
+        lower_is_better: bool = False,
         of_warm_start: bool = False,
     ) -> None:
         self._config = config
@@ -90,9 +97,15 @@ class Checkpoints:
         if unsaved and config.checkpoint_every and not of_warm_start:
             note(f"no checkpoints are made: the worker of role {unsaved[0]} has no save_state and load_state")
         self._cadence = Cadence(self._every)
+        self._best = BestCommits(config.keep_best if self._every else 0, lower_is_better=lower_is_better)
         self._pending: PendingStep | None = None
         self._last: int | None = None
         self._unreported_s = 0.0
+
+    def restore(self, program: Program) -> None:
+        """Takes over which commits an earlier part of the run keeps."""
+        self._best.restore(program.best, find_commits(self._place))
+        self._note_best()
 
     def end_iteration(
         self,
@@ -103,6 +116,7 @@ class Checkpoints:
         totals: Mapping[str, float],
         ledger: Ledger,
         data: Mapping[str, Any],
+        score: float | None = None,
     ) -> None:
         """Commits the run after an iteration whose metrics are written, if it is time.
 
@@ -113,13 +127,16 @@ class Checkpoints:
             totals: sums from which numbers of the summary are computed.
             ledger: of the run, in which the iteration is settled.
             data: position in the training rows.
+            score: on the validation rows, whose evaluation has written `model/`; None: not evaluated.
 
         Raises:
             HybridFlowError: if a state cannot be written; earlier commits stay.
         """
-        if not self._cadence.is_due(iteration, is_last=is_last):
+        if not self._cadence.is_due(iteration, is_last=is_last) and not self._best.is_better(score):
             return
         ledger.check()
+        self.finish()  # before a better score lets go of a commit
+        is_best = self._best.add(iteration, score)
         self.save(
             Program(
                 iteration=iteration,
@@ -130,11 +147,17 @@ class Checkpoints:
                 data=data,
                 generators=save_generators(),
                 sizes=self._directory.measure(),
-            )
+                best=self._best.scores,
+            ),
+            with_model=is_best,
         )
 
-    def save(self, program: Program) -> None:
+    def save(self, program: Program, *, with_model: bool = False) -> None:
         """Copies the states of all roles and starts to write them; the commit before this one is completed first.
+
+        Args:
+            program: of the iteration.
+            with_model: `model/` is of this iteration, and part of the commit.
 
         Raises:
             HybridFlowError: if a state cannot be written; earlier commits stay.
@@ -145,6 +168,8 @@ class Checkpoints:
             remove_step(folder)
             folder.mkdir(parents=True)
             write_program(folder, program)
+            if with_model:
+                link_folder(self._directory.path / _MODEL, folder / _MODEL)
             staged = [group.save_state(str(folder / role), background=True) for role, group in self._trained.items()]
             for each in staged:
                 each.result()
@@ -195,8 +220,13 @@ class Checkpoints:
         if iteration != self._last and not self._of_warm_start:
             self._last = iteration
             self._summary["last_commit"] = iteration
+            self._note_best()
             self._summary["checkpoint_share"] = self._cadence.share
             self._summary.write()
+
+    def _note_best(self) -> None:
+        if self._config.keep_best:
+            self._summary["best_commits"] = self._best.iterations
 
     def _prune(self) -> None:
         """Removes old commits; one that would leave the newest alone waits until that is verified."""
@@ -204,7 +234,7 @@ class Checkpoints:
         commits = find_commits(self._place)
         if self._config.keep == 1 and len(commits) > 1:
             read_commit(steps / str(commits[-1])).verify()
-        for iteration in commits[: -self._config.keep]:
+        for iteration in set(commits[: -self._config.keep]) - set(self._best.iterations):
             remove_step(steps / str(iteration))
 
     @contextmanager

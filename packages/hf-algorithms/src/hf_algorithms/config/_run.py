@@ -36,6 +36,10 @@ class RunConfig(Section):
     """
     keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
     """Commits that are kept; with 1 the one before goes when the newest is verified."""
+    keep_best: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Commits that are kept in addition for the best scores on the validation rows, each with its `model/`; an
+    evaluation that finds one commits it.
+    """
     max_seconds: Positive | None = None
     """The run stops after the iteration in which this time is over, with a commit; left out: it runs to its end."""
     grace_s: Positive = 30.0

@@ -50,7 +50,14 @@ def _header(run: RunFiles) -> str:
 
 
 def _tiles(run: RunFiles) -> str:
-    tiles = [_score_tile(run), _kl_tile(run), _iterations_tile(run), _speed_tile(run), _memory_tile(run)]
+    tiles = [
+        _score_tile(run),
+        _kl_tile(run),
+        _iterations_tile(run),
+        _speed_tile(run),
+        _memory_tile(run),
+        _commit_tile(run),
+    ]
     shown = "".join(tile for tile in tiles if tile)
     return f'<section class="tiles">{shown}</section>' if shown else ""
 
@@ -107,6 +114,12 @@ def _speed_tile(run: RunFiles) -> str:
 def _memory_tile(run: RunFiles) -> str:
     value = read_number(run.summary.get("peak_rss_bytes"))
     return "" if value is None else _tile("Peak memory", format_bytes(value), "all processes together")
+
+
+def _commit_tile(run: RunFiles) -> str:
+    share, last = (read_number(run.summary.get(name)) for name in ("checkpoint_share", "last_commit"))
+    detail = "" if last is None else f", the last one after iteration {format_number(last)}"
+    return "" if share is None else _tile("Checkpoints", f"{share:.1%}", f"of the time{detail}")
 
 
 # ----------------------------------------------------------------------------------------------------- the parts below
