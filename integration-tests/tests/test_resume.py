@@ -138,7 +138,7 @@ def test_the_page_runs_as_written(
     assert [command[0] for command in commands] == ["train"] * 4
     tables = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     keys = [tomllib.loads(table)["run"] for table in tables]
-    assert [list(each) for each in keys] == [["checkpoint_every", "keep"], ["max_seconds", "grace_s"]]
+    assert [list(each) for each in keys] == [["checkpoint_every", "keep", "keep_best"], ["max_seconds", "grace_s"]]
     own = {"output_dir": "runs/first", "on_metrics": "killer.py:kill_once"}
     lines = [f"{key} = {json.dumps(value)}\n" for key, value in {**keys[0], **keys[1], **own}.items()]
     text = re.sub("output_dir = .*\n", "".join(lines), small_config.read_text())

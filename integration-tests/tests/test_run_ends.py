@@ -136,7 +136,8 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_message(small_config: Pa
 
 def test_a_killed_worker_ends_the_run_and_is_named(small_config: Path) -> None:
     before = shared_memory()
-    with started([*on_two_ranks(small_config), "--set", "run.iterations=1000"]) as (program, lines):
+    command = [*on_two_ranks(small_config), "--set", "run.iterations=1000", "--set", "run.max_restarts=0"]
+    with started(command) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
         workers = [each for each in processes if "HostActor" in " ".join(each.cmdline())]
         assert len(workers) == 4

@@ -49,7 +49,7 @@ CONTROLLER = "controller"
 def small_quickstart(directory: RunDirectory, *, address: str) -> Config:
     """The quickstart's configuration with a smaller model, fewer rows and four iterations."""
     body = prepare_quickstart(directory, iterations=4).model_dump(mode="json", exclude_none=True)
-    body["run"] |= {"eval_every": 1}
+    body["run"] |= {"eval_every": 1, "max_restarts": 0}
     body["data"] |= {"max_eval_rows": 8}
     body["model"] |= {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 1}
     body["warm_start"] = {"max_steps": 2, "batch_size": 8, "eval_every": 1}

@@ -76,7 +76,7 @@ def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called, tm
         program.kill()
         program.communicate()
     assert program.returncode == 1
-    raised = [line for line in errors.splitlines() if "PoolError: " in line]
+    raised = [line for line in errors.splitlines() if "LostClusterError: " in line]
     assert len(raised) == 1, errors
     told = f"the local Ray cluster is lost: its {called}, process {victim}, is gone: signal 9 (SIGKILL)"
     assert told in raised[0]

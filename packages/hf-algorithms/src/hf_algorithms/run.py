@@ -25,6 +25,7 @@ from hf_algorithms.placement import compute_workload
 from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.report import write_report
+from hf_algorithms.restarts import Attempt, run_with_restarts
 from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
@@ -77,9 +78,16 @@ def run_training(
         NonFiniteLossError: ``model/`` then holds the weights of the last evaluation.
         HybridFlowError: for whatever else a user can cause.
     """
-    started_s, stop = time.perf_counter(), RunStop(config.run, time.monotonic())
-    tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
-    with closing(directory), TemporaryDirectory() as folder:
+    return run_with_restarts(
+        _run_once, config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume
+    )
+
+
+def _run_once(attempt: Attempt) -> dict[str, Any]:
+    config, directory, plan = attempt.config, attempt.directory, attempt.plan
+    search_path, resume = attempt.search_path, attempt.resume
+    tracking = prepare_tracking(config, on_metrics=attempt.on_metrics, search_path=search_path)
+    with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
@@ -103,18 +111,16 @@ def run_training(
                 "metric": config.reward.metric_name,
                 "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
             }
-            summary = RunSummary(
-                directory, executor, memory, command="train", started_s=started_s, facts=facts, note=display.note
-            )
+            summary = RunSummary(attempt, executor, memory, command="train", facts=facts, note=display.note)
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
+            stop = attempt.restarts.stop
             _Run(config, directory, inputs, executor, roles, evaluations, display, summary, stop).execute(resume)
         write_report(directory.path)
-    stop.end()
     return summary.body
 
 

@@ -41,11 +41,13 @@ class RunStop:
         self._signal: int | None = None
         self._drops = False
         self._is_decided = False
+        self.has_begun = False
+        """True once an iteration has begun."""
         self.code: int | None = None
         """Exit code of the stop that was asked for: 129 or 143 by its signal, 0 after `run.max_seconds`."""
 
     def __enter__(self) -> RunStop:
-        self._is_open = True
+        self._is_open = self.has_begun = True
         if threading.current_thread() is threading.main_thread():
             for kind in (signal.SIGTERM, signal.SIGHUP):
                 if signal.getsignal(kind) is not signal.SIG_IGN:  # as `nohup` has it

@@ -14,13 +14,16 @@ from hf_algorithms.run_directory import RunDirectoryError
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.program import Program
     from hf_algorithms.process_tree import MemoryMeter
-    from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.restarts import Attempt
     from hf_controller import Executor
 
 __all__ = ["RunSummary", "versions"]
 
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
-_OWN = ("status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "best_commits", "checkpoint_share")
+_OWN = (
+    "status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "best_commits", "checkpoint_share",
+    "restarts",
+)  # fmt: skip
 """Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
 
@@ -37,35 +40,34 @@ class RunSummary:
     error gets a note.
 
     Args:
-        directory: of the run, which has begun.
+        attempt: to run, whose directory has begun; its restarts decide whether a failure ends the run.
         executor: whose calls are traced.
         command: of `hybridflow`, which resumes the run.
         memory: measures the peak.
-        started_s: of `time.perf_counter`, when the run was started.
         facts: what is known at the beginning.
         note: shows the user a line.
     """
 
     def __init__(
         self,
-        directory: RunDirectory,
+        attempt: Attempt,
         executor: Executor,
         memory: MemoryMeter,
         *,
         command: str,
-        started_s: float,
         facts: Mapping[str, Any],
         note: Callable[[str], None],
     ) -> None:
-        self._directory = directory
+        self._directory = attempt.directory
         self._executor = executor
+        self._restarts = attempt.restarts
         self._command = command
         self._memory = memory
-        self._started_s = started_s
+        self._started_s = attempt.started_s
         self._note = note
         self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
-        self._body |= {"versions": versions()}
+        self._body |= {"restarts": self._restarts.total, "versions": versions()}
 
     def __enter__(self) -> RunSummary:
         self._executor.trace.stream_chrome(self._directory.path / "trace.json")
@@ -81,7 +83,10 @@ class RunSummary:
             self._body["status"] = "failed" if isinstance(error, Exception) else "interrupted"
             self._body["error"] = _describe(error)
         if self._body["status"] != "finished":
-            self._note(self._describe_resumption())
+            where, iteration = self._describe_start(), self._body["iterations"] + 1
+            restart = None if error is None else self._restarts.decide(error, iteration, where)
+            run = shlex.quote(str(self._directory.path))
+            self._note(restart or f"hybridflow {self._command} --resume {run} {where}")
         self._finish_trace()
         try:
             self.write()
@@ -136,14 +141,14 @@ class RunSummary:
         """The contents of the file."""
         return self._body
 
-    def _describe_resumption(self) -> str:
+    def _describe_start(self) -> str:
+        """Describes how a run that goes on does so."""
         from hf_algorithms.checkpoints.commit import WARM_START, find_commits  # whose package needs the versions here
 
         last = self._body.get("last_commit")
-        where = "starts again: nothing is committed" if last is None else f"goes on after iteration {last}"
         if last is None and find_commits(self._directory.path / WARM_START):
-            where = "goes on in its warm start"
-        return f"hybridflow {self._command} --resume {shlex.quote(str(self._directory.path))} {where}"
+            return "goes on in its warm start"
+        return "starts again: nothing is committed" if last is None else f"goes on after iteration {last}"
 
     def _finish_trace(self) -> None:
         try:

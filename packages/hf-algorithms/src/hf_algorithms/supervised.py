@@ -24,6 +24,7 @@ from hf_algorithms.placement import check_plan, check_train_backends, compute_wo
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
+from hf_algorithms.restarts import Attempt, run_with_restarts
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_algorithms.run import build_executor
 from hf_algorithms.run_evaluations import RunEvaluations
@@ -107,9 +108,16 @@ def run_supervised(
     Raises:
         HybridFlowError: for every failure that a user can cause.
     """
-    started_s, stop = time.perf_counter(), RunStop(config.run, time.monotonic())
-    tracking = prepare_tracking(config, on_metrics=on_metrics, search_path=search_path)
-    with closing(directory), TemporaryDirectory() as folder:
+    return run_with_restarts(
+        _run_once, config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume
+    )
+
+
+def _run_once(attempt: Attempt) -> dict[str, Any]:
+    config, directory, plan = attempt.config, attempt.directory, attempt.plan
+    search_path, resume = attempt.search_path, attempt.resume
+    tracking = prepare_tracking(config, on_metrics=attempt.on_metrics, search_path=search_path)
+    with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_supervised(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
@@ -123,16 +131,14 @@ def run_supervised(
             stack.enter_context(tracking.follow(directory, display.note))
             facts = _describe_run(config, inputs)
             command = config.recipe.name.replace("_", "-")
-            summary = RunSummary(
-                directory, executor, memory, command=command, started_s=started_s, facts=facts, note=display.note
-            )
+            summary = RunSummary(attempt, executor, memory, command=command, facts=facts, note=display.note)
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
+            stop = attempt.restarts.stop
             run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, stop)
             run.execute(resume)
         write_report(directory.path)
-    stop.end()
     return summary.body
 
 

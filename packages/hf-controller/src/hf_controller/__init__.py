@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_controller.connection import Connection, connect
-from hf_controller.failures import Deadline, RemoteCallError
+from hf_controller.failures import Deadline, LostClusterError, RemoteCallError
 from hf_controller.local_start import LocalCheck, check_local_start, list_local_checks
 from hf_controller.recovery import rebuild
 from hf_controller.resource_pool import ResourcePool, build_pools
@@ -33,6 +33,7 @@ __all__ = [
     "InProcessExecutor",
     "ListFuture",
     "LocalCheck",
+    "LostClusterError",
     "MetricsFuture",
     "ObjectFuture",
     "RayExecutor",

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hf_protocols import HybridFlowError, WorkerError
+from hf_protocols import HybridFlowError, PoolError, WorkerError
 
 __all__ = [
     "CLOSED",
     "Deadline",
     "Failure",
+    "LostClusterError",
     "LostResultError",
     "RemoteCallError",
     "UpstreamFailure",
@@ -70,6 +71,18 @@ class RemoteCallError(WorkerError):
         self.remote_traceback = remote_traceback
         self.exit_code = exit_code
         self.signal = signal
+
+
+class LostClusterError(PoolError):
+    """A Ray cluster of which a process is gone, or does not answer any more.
+
+    Attributes:
+        is_local: the executor has started the cluster itself, and a new executor starts a new one.
+    """
+
+    def __init__(self, message: str, *, is_local: bool) -> None:
+        super().__init__(message)
+        self.is_local = is_local
 
 
 class LostResultError(WorkerError):

@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.roles import Roles
 
-__all__ = ["FREE_KEYS", "Resumption", "open_resumption"]
+__all__ = ["FREE_KEYS", "Resumption", "open_resumption", "reopen"]
 
-_FREE_OF_RUN = ("iterations", "keep", "keep_best", "max_seconds", "grace_s", "trackers", "on_metrics", "output_dir")
+_FREE_OF_RUN = (
+    "iterations", "keep", "keep_best", "max_restarts", "max_seconds", "grace_s", "trackers", "on_metrics", "output_dir",
+)  # fmt: skip
 FREE_KEYS = (
     *(f"run.{name}" for name in _FREE_OF_RUN),
     *(f"deadlines.{name}" for name in DeadlinesConfig.model_fields),
@@ -49,6 +51,7 @@ class Resumption:
         warm: the last commit of a warm start that is not over, and its program.
         notes: one line for each commit that cannot be used.
         is_finished: there is nothing left to do.
+        restarts: that the run made by itself so far.
     """
 
     config: Config
@@ -60,6 +63,7 @@ class Resumption:
     warm: tuple[Commit, Program] | None
     notes: Sequence[str]
     is_finished: bool
+    restarts: int = 0
 
     @property
     def iteration(self) -> int:
@@ -143,10 +147,34 @@ def open_resumption(
     _check_changes(before, config, allowed)
     if changed := origin.find_changed():
         raise ConfigError("\n".join([*changed, f"--resume {run}: restore these files, or start another run"]))
+    return _find_start(config, directory, search_path)
+
+
+def reopen(config: Config, run: Path, search_path: Sequence[str]) -> Resumption:
+    """Reads how a run of this program goes on after a failure; nothing is changed.
+
+    Args:
+        config: of the run.
+        run: its directory, which no run holds.
+        search_path: folders of users' modules.
+
+    Raises:
+        ConfigError: for a directory that is in use, and changed input files.
+        CheckpointError: if there are commits and none can be used.
+    """
+    directory = RunDirectory(run, resume=True)
+    if changed := read_origin(directory.path).find_changed():
+        raise ConfigError("; ".join(changed))
+    return _find_start(config, directory, search_path)
+
+
+def _find_start(config: Config, directory: RunDirectory, search_path: Sequence[str]) -> Resumption:
     commit, problems = find_last_commit(directory.path)
     program = None if commit is None else read_program(commit.folder)
     warm, more = find_last_commit(directory.path / WARM_START) if commit is None else (None, [])
-    has_ended = _read_status(directory.path) == "finished"
+    summary = _read_summary(directory.path)
+    has_ended = summary.get("status") == "finished"
+    restarts = summary.get("restarts", 0)
     return Resumption(
         config=config,
         directory=directory,
@@ -157,6 +185,7 @@ def open_resumption(
         warm=None if warm is None else (warm, read_program(warm.folder)),
         notes=[*problems, *more],
         is_finished=has_ended and program is not None and program.iteration >= config.run.iterations,
+        restarts=restarts if type(restarts) is int else 0,
     )
 
 
@@ -178,10 +207,11 @@ def _flatten(body: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _read_status(run: Path) -> str:
-    with suppress(OSError, ValueError, AttributeError):
-        return str(json.loads((run / "summary.json").read_text(encoding="utf-8")).get("status"))
-    return ""
+def _read_summary(run: Path) -> Mapping[str, Any]:
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, Mapping) else {}
+    return {}
 
 
 def _read_plan(path: Path) -> MappingPlan:

@@ -40,6 +40,10 @@ class RunConfig(Section):
     """Commits that are kept in addition for the best scores on the validation rows, each with its `model/`; an
     evaluation that finds one commits it.
     """
+    max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = 2
+    """How often the program goes on from the last commit by itself after ranks that raise, end or hang, or a lost
+    local Ray cluster; an iteration that fails twice ends the run.
+    """
     max_seconds: Positive | None = None
     """The run stops after the iteration in which this time is over, with a commit; left out: it runs to its end."""
     grace_s: Positive = 30.0

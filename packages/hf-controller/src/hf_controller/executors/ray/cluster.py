@@ -20,8 +20,10 @@ from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.process_end import ProcessEnd, is_stopped
+from hf_controller.executors.ray.reachability import Reachability
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
+from hf_controller.failures import LostClusterError
 from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
 from hf_protocols import PoolError, read_machine_limits
@@ -58,6 +60,8 @@ class Cluster:
             raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
         self._services: dict[str, subprocess.Popen[Any]] = {}
+        self._gcs: Reachability | None = None
+        self._address = address
         self.is_lost = False
         is_local = address == "local"
         num_cpus = num_cpus or (read_machine_limits().num_cpus if is_local else None)
@@ -90,6 +94,7 @@ class Cluster:
                     self._services = _find_services(started)
                 else:
                     _join(address, options)
+                    self._gcs = Reachability(ray.get_runtime_context().gcs_address)
         except SystemExit as end:
             self.stop()
             # Ray's own handler, which it has while it starts, exits with the signal's number.
@@ -102,17 +107,26 @@ class Cluster:
         """Refuse to go on without the cluster's own processes.
 
         Raises:
-            PoolError: naming the process of a local cluster that ended, and how.
+            LostClusterError: naming the process of a local cluster that ended, and how, or why the other one does not
+                answer.
         """
         for name, process in self._services.items():
             code = process.poll()
             if code is not None:
                 self.is_lost = True
                 how = ProcessEnd(signal=-code) if code < 0 else ProcessEnd(exit_code=code)
-                raise PoolError(
-                    f"the local Ray cluster is lost: its {name}, process {process.pid}, is gone: {how}. Start the run "
-                    "again"
+                raise LostClusterError(
+                    f"the local Ray cluster is lost: its {name}, process {process.pid}, is gone: {how}. A new "
+                    "executor starts another one",
+                    is_local=True,
                 )
+        if self._gcs is not None and (reason := self._gcs.find_loss()):
+            self.is_lost = True
+            raise LostClusterError(
+                f"the Ray cluster at {self._address} is lost: its GCS takes no connections any more ({reason}). Start "
+                "the cluster, and then the run, again",
+                is_local=False,
+            )
 
     def describe_stopped(self) -> list[str]:
         """The cluster's own processes that a signal such as SIGSTOP holds."""

@@ -91,7 +91,8 @@ class RayExecutor(Executor):
             check_count(ConfigError, "num_cpus", num_cpus)
         check_count(ConfigError, "object_store_bytes", object_store_bytes, least=_MIN_STORE_BYTES)
         self.call_timeout_s = call_timeout_s
-        self.trace = Trace(take_ready)
+        # Ray would wait for a cluster that is lost.
+        self.trace = Trace(lambda handles: {} if self._cluster.is_lost else take_ready(handles))
         self._start_timeout_s = start_timeout_s
         longest_s = max(call_timeout_s, *(each.seconds for each in self._deadlines.values()), 0.0)
         self._collective_timeout_s = collective_timeout_s or 2 * longest_s
@@ -313,8 +314,7 @@ class RayExecutor(Executor):
         )
         with shielded():
             try:
-                if not self._cluster.is_lost:  # Ray would wait for it
-                    self.trace.drain()
+                self.trace.drain()
                 for occupied in self._occupied.values() if not self._cluster.is_lost else ():
                     occupied.end(occupied.host_sets, orderly=orderly)
                     if self._joined:  # our own cluster ends with us

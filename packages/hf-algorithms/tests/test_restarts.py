@@ -1,0 +1,70 @@
+"""Failures after which a run goes on by itself, and when it does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_algorithms.config import RunConfig
+from hf_algorithms.restarts import Restarts
+from hf_controller import LostClusterError, RemoteCallError
+from hf_protocols import (
+    BackendError,
+    ConfigError,
+    HybridFlowError,
+    NonFiniteLossError,
+    PoolError,
+    RewardError,
+    WorkerTimeoutError,
+)
+
+
+def failed_call(cause_type: str) -> RemoteCallError:
+    return RemoteCallError(
+        "actor.update_actor on rank 1 failed: reason", role="actor", method="update_actor", rank=1,
+        cause_type=cause_type, remote_traceback="",
+    )  # fmt: skip
+
+
+FAILURES: dict[str, tuple[HybridFlowError, bool, bool]] = {
+    "a process ended": (failed_call(""), True, True),
+    "a rank raised": (failed_call("RuntimeError"), False, True),
+    "a rank hangs": (WorkerTimeoutError("late"), False, True),
+    "an engine ended": (BackendError("the server is gone"), False, True),
+    "a local cluster is lost": (LostClusterError("lost", is_local=True), True, True),
+    "a remote cluster is lost": (LostClusterError("lost", is_local=False), False, False),
+    "there are no slots": (PoolError("too few"), False, False),
+    "the loss is not finite": (NonFiniteLossError("nan"), False, False),
+    "a reward raised": (RewardError("raised"), False, False),
+    "a value is wrong": (ConfigError("wrong"), False, False),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_run_goes_on_after_what_may_pass(name: str) -> None:
+    error, at_start, later = FAILURES[name]
+    for has_begun, expected in ((False, at_start), (True, later)):
+        restarts = Restarts(RunConfig())
+        restarts.stop.has_begun = has_begun
+        line = restarts.decide(error, 8, "goes on after iteration 5")
+        assert (line is not None) == restarts.take() == expected
+        assert restarts.total == int(expected) and not restarts.take()
+        if line is not None:
+            assert line.endswith(". Restart 1 of run.max_restarts = 2: the run goes on after iteration 5")
+
+
+def test_restarts_end_with_their_number_or_an_iteration_that_fails_twice() -> None:
+    restarts, error = Restarts(RunConfig(max_restarts=2), total=4), failed_call("")
+    assert restarts.decide(error, 8, "goes on after iteration 5")
+    assert restarts.decide(error, 8, "goes on after iteration 5") is None
+    assert error.__notes__ == ["iteration 8 failed twice, so that the run is not restarted"]
+    assert restarts.decide(error, 9, "goes on after iteration 5") and restarts.total == 6
+    again = failed_call("")
+    assert restarts.decide(again, 10, "goes on after iteration 5") is None
+    assert again.__notes__ == ["run.max_restarts = 2 restarts were made before"]
+
+
+def test_a_run_is_not_restarted_where_it_should_stop() -> None:
+    assert Restarts(RunConfig(max_restarts=0)).decide(failed_call(""), 2, "starts again") is None
+    asked = Restarts(RunConfig())
+    asked.stop.code = 143
+    assert asked.decide(failed_call(""), 2, "starts again") is None
