@@ -115,6 +115,16 @@ def test_last_position_turns_no_further_than_in_pretraining(kind: str, factor: f
     assert turned < known if kind == "dynamic" else math.isclose(turned, known, rel_tol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["n_positions", "max_seq_len"])
+def test_a_length_counts_under_the_names_that_transformers_maps(name: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="compares with transformers' configurations")
+    kind = {"n_positions": transformers.GPT2Config, "max_seq_len": transformers.DbrxConfig}[name]
+    config = kind(**{name: 77})
+    assert config.max_position_embeddings == 77 == compute_positions(config.to_dict())
+    with pytest.raises(ConfigError, match=rf"config\.json: {name}=0 must be a whole number"):
+        compute_positions({name: 0})
+
+
 def test_layers_of_several_kinds_have_those_of_full_attention() -> None:
     nested = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

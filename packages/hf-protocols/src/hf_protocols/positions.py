@@ -10,7 +10,8 @@ from hf_protocols.errors import ConfigError
 
 __all__ = ["compute_positions"]
 
-_KEY = "max_position_embeddings"
+_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
+"""Keys that state a length, as configurations of different families name it: GPT-2 and GPT-J, then DBRX and MPT."""
 _ORIGINAL = "original_max_position_embeddings"
 _STRETCHED = ("yarn", "linear", "dynamic")
 _STATED = ("default", "mrope", "llama3", "longrope", "su", "proportional", "axial")
@@ -21,7 +22,9 @@ _ALREADY_STRETCHED = ("gemma3", "gemma3_text")
 
 
 def compute_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions of a model by its `config.json`; None where the configuration states no `max_position_embeddings`.
+    """Positions of a model by its `config.json`; None where the configuration states no length.
+
+    `max_position_embeddings` stands below for `n_positions` and `max_seq_len`, too.
 
     transformers computes rotary embeddings for any position, so the configuration alone says where a model ends:
 
@@ -51,10 +54,11 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
     for each in layers.values():
         _check_bases(f"config.json: {key}", each)
         _check_long_factors(f"config.json: {key}", each, config)
-    stated: Any = config.get(_KEY)
-    if stated is None:
+    name = next((name for name in _KEYS if config.get(name) is not None), None)
+    if name is None:
         return None
-    check_count(ConfigError, f"config.json: {_KEY}", stated)
+    stated: Any = config[name]
+    check_count(ConfigError, f"config.json: {name}", stated)
     rope = layers.get("full_attention") or next(iter(layers.values()), rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in (*_STRETCHED, *_STATED):
