@@ -69,6 +69,10 @@ def test_an_error_leaves_the_kernel_usable_and_no_files(notebook: Path) -> None:
     keys = SMALL | {"reward.processes": 0}  # this process calls it, and has called the one before
     other = hf_algorithms.train(TINY, ROWS, lengths, set=keys, output_dir="run", overwrite=True)
     assert other.metrics[0]["reward/mean"] == -2.0
+    replaced = hf_algorithms.train(config="run/config.toml", reward=lengths["short"], set=keys, output_dir="third")
+    assert replaced.metrics[0]["reward/mean"] == -2.0, "of both functions of the file none is left"
+    with pytest.raises(ConfigError, match=r"model = 5: is not a path or a hub name"):
+        hf_algorithms.evaluate(5, data=ROWS, metrics="exact_match")
 
 
 def test_a_function_that_cannot_be_pickled_runs_here(notebook: Path) -> None:
@@ -101,6 +105,11 @@ def generate() -> Iterator[dict[str, str]]:
         ({"dataset": {"rows": ROWS}}, "dataset: a mapping with the keys rows. Pass rows as a list"),
         ({"reward": 3}, "reward = 3: is not a function"),
         ({"config": 3}, "config = 3: is not a path or a mapping of sections"),
+        ({"model": object}, "model = <class 'object'>: is not a path, a hub name or the keys of [model]"),
+        ({"algorithm": 5}, "algorithm = 5: is not a name"),
+        ({"set": ["run.seed=1"]}, "set = ['run.seed=1']: is not a mapping of section.key to values"),
+        ({"output_dir": 5}, "output_dir = 5: is not a path"),
+        ({"config": {"run": 3}}, "config: run = 3: is not a section"),
         ({"set": {"seed": 1}}, "set: 'seed' is not section.key"),
     ],
 )

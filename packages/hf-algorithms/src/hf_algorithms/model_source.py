@@ -59,6 +59,9 @@ def find_model_source(model: str | Path) -> ModelSource:
     Raises:
         ConfigError: for a run that has committed no model.
     """
+    if not isinstance(model, str | os.PathLike):
+        shown = " ".join(show(model).split())  # a model is shown in many lines
+        raise ConfigError(f"model = {shown}: is not a path or a hub name. Save it with save_pretrained first")
     path = read_path("model", os.fspath(model))
     label = f"model = {show(os.fspath(model))}"
     folder = Path(path)

@@ -23,6 +23,8 @@ __all__ = ["TrainingResult", "dpo", "reward_model", "sft", "train"]
 
 _TEXT_COLUMNS = {"train": "prompt", "sft": "text"}
 """Column of a row that is a text alone, by command."""
+_SCORERS = ("function", "functions")
+"""Keys of `[reward]` that a passed reward replaces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +167,13 @@ class _Given:
     resume: str | os.PathLike[str] | None = None
     allowed: Sequence[str] = ()
 
+    def __post_init__(self) -> None:
+        _check("model", self.model, (str, os.PathLike, Mapping), "a path, a hub name or the keys of [model]")
+        _check("algorithm", self.algorithm, (str, Mapping), "a name, file.py:RECIPE or the keys of [algorithm]")
+        _check("config", self.config, (str, os.PathLike, Mapping), "a path or a mapping of sections")
+        _check("set", self.changes, Mapping, "a mapping of section.key to values")
+        _check("resume", self.resume, (str, os.PathLike), "the directory of a run")
+
     def search_path(self) -> tuple[str, ...]:
         """Folders where a user's own modules are."""
         is_file = isinstance(self.config, str | os.PathLike)
@@ -181,13 +190,13 @@ class _Given:
             body = read_toml(Path(self.config))
         elif isinstance(self.config, Mapping):
             body = deepcopy(dict(self.config))
-        elif self.config is None:
+            for section, keys in body.items():
+                _check(f"config: {section}", keys, (Mapping, list), "a section. Pass its keys and values")
+        else:
             chosen = dict(named.get("algorithm", {})) if command == "train" else {"name": command.replace("-", "_")}
             name = {key: chosen[key] for key in ("name", "recipe") if key in chosen}
             body = build_new(name, None, None, self.search_path())
             body = {section: keys for section, keys in body.items() if section not in ("model", "data")}
-        else:
-            raise ConfigError(f"config = {show(self.config)}: is not a path or a mapping of sections. Pass either")
         for section, keys in {**named, **sections}.items():
             body[section] = {**body.get(section, {}), **keys}
         for key, value in self.changes.items():
@@ -201,6 +210,12 @@ class _Given:
 
     def _model_keys(self) -> dict[str, Any]:
         return dict(self.model) if isinstance(self.model, Mapping) else {"path": os.fspath(self.model)}
+
+
+def _check(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+    if value is not None and not isinstance(value, kinds):
+        shown = " ".join(show(value).split())  # a model is shown in many lines
+        raise ConfigError(f"{name} = {shown}: is not {wanted}")
 
 
 def _run(
@@ -217,6 +232,7 @@ def _run(
 
     if given.resume is not None:
         return _resume(command, given.resume, given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
+    _check("output_dir", output_dir, (str, os.PathLike), "a path")
     body = given.sections(command)
     run = body.setdefault("run", {})
     if output_dir is not None:
@@ -234,7 +250,8 @@ def _run(
             }
         if given.reward is not None:
             is_here = run.get("executor") == "in_process"
-            body["reward"] = {**body.get("reward", {}), **inputs.name_reward(given.reward, is_in_process=is_here)}
+            kept = {key: value for key, value in body.get("reward", {}).items() if key not in _SCORERS}
+            body["reward"] = {**kept, **inputs.name_reward(given.reward, is_in_process=is_here)}
         config = parse_config(body, search_path=given.search_path(), command=command)
         summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:
