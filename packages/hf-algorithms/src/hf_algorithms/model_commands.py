@@ -21,7 +21,11 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _DRAWING = (
     click.option("--backend", metavar="NAME", help="Rollout backend: the run's, else transformers."),
     click.option(
-        "--option", "options", multiple=True, metavar="NAME=VALUE", help="Of the backend, as in rollout.options."
+        "--option",
+        "options",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A key of rollout.options and its value; repeatable.",
     ),
     click.option(
         "--samples", default=1, show_default=True, type=click.IntRange(min=1), help="Responses to each prompt."
@@ -29,10 +33,10 @@ _DRAWING = (
     click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),
-        help="The run's, else 256, or what the longest prompt leaves of a smaller context.",
+        help="Default: the run's value, else 256, or less where the context is smaller.",
     ),
     click.option(
-        "--temperature", type=click.FloatRange(min=0), help="0 for one sample, which is greedy, and 1 for several."
+        "--temperature", type=click.FloatRange(min=0), help="Default: 0 (greedy) for one sample, 1 for several."
     ),
     click.option(
         "--top-p",
@@ -41,7 +45,9 @@ _DRAWING = (
         type=click.FloatRange(min=0, max=1, min_open=True),
         help="Draws among the likeliest tokens that together have this probability.",
     ),
-    click.option("--seed", default=0, show_default=True, help="Of the draws, with the row's number."),
+    click.option(
+        "--seed", default=0, show_default=True, help="Seed of sampling, together with the number of each row."
+    ),
     click.option("--prompt-field", metavar="NAME", help="Field of the prompt."),
     click.option("--answer-field", metavar="NAME", help="Field of the answer."),
     click.option("--chat-template", metavar="TEXT", help="File or text, in place of the tokenizer's."),
@@ -82,13 +88,18 @@ def generate(model: str, data: str, output: str, options: tuple[str, ...], **how
 
 @click.command()
 @click.argument("model", metavar="MODEL|RUN")
-@click.option("--data", multiple=True, metavar="[NAME=]FILE", help="A set of rows; repeatable. A run's test rows.")
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="Rows to evaluate; repeatable. Default: the test rows of the run.",
+)
 @click.option(
     "--metric",
     "metrics",
     multiple=True,
     metavar="M",
-    help="A function like a reward's: exact_match, module:function, file.py:function; repeatable. A run's own.",
+    help="A scoring function: exact_match, module:function or file.py:function; repeatable. Default: that of the run.",
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Of each set, from the first; all by default.")
 @click.option("--output", metavar="DIR", help="For every response with its scores; must be empty or absent.")

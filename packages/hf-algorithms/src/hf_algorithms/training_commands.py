@@ -26,7 +26,11 @@ def _training_command(name: str) -> Callable[[Callable[[], None]], click.Command
         @click.option("--overwrite", is_flag=True, help="Replace an earlier run in run.output_dir.")
         @click.option("--resume", type=UserPath(), metavar="RUN", help="Go on with the run in this directory.")
         @click.option(
-            "--allow-changed", "allowed", multiple=True, metavar="KEY", help="Key that --set may change then."
+            "--allow-changed",
+            "allowed",
+            multiple=True,
+            metavar="KEY",
+            help="With --resume: a key that --set may change.",
         )
         def command(
             config: Path | None,
