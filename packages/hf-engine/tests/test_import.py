@@ -25,6 +25,7 @@ def test_importing_the_package_loads_no_backend():
         "hf_engine.backends._abilities",
         "hf_engine.backends._adapter_rules",
         "hf_engine.backends._base",
+        "hf_engine.backends._directories",
         "hf_engine.backends._jagged",
         "hf_engine.backends._lora_config",
         "hf_engine.backends._merging",

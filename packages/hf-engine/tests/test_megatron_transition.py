@@ -305,8 +305,8 @@ def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, w
                 calls = dict.fromkeys(("send", "recv_"), (size - 1) * buckets)
             if not buckets:
                 calls = {}
-            verdicts = {"allreduce_": 4 if buckets else 2}
-            assert traffic.calls == calls | verdicts, "the ranks agree on entry and end, before and after a transfer"
+            verdicts = {"allreduce_": 2} if buckets else {}
+            assert traffic.calls == calls | verdicts, "the ranks agree before a transfer and on what arrived"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hf_engine import load_rollout_backend
 from hf_engine.backends.server._connection import Connection
@@ -274,17 +275,19 @@ ODD = {
 }
 
 
-def refuse_odd(model, odd, sound):
-    """Only the first rank's server is odd."""
+def refuse_odd(model, odd, foreign):
+    """Each rank says what is wrong with its own server."""
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
-    with pytest.raises(BackendError, match=rf"the server at {odd} answered in another form than a supported version"):
-        build(model, [odd, sound], topology)
+    is_odd = rf"the server at {odd} answered in another form than a supported version"
+    is_foreign = rf"the server at {foreign} is neither SGLang's nor vLLM's"
+    with pytest.raises(BackendError, match=is_foreign if dist.get_rank() else is_odd):
+        build(model, [odd, foreign], topology)
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_answers_of_another_form_are_one_typed_error_on_all_ranks(ranks2, tmp_path, kind):
-    with listening(answer_as(ODD[kind])) as odd, listening(answer_as({})) as sound:
-        ranks2.run(refuse_odd, write_tiny_model(tmp_path), odd, sound)
+    with listening(answer_as(ODD[kind])) as odd, listening(answer_as({})) as foreign:
+        ranks2.run(refuse_odd, write_tiny_model(tmp_path), odd, foreign)
 
 
 def refuse_tensor_parallel(model):
@@ -298,7 +301,7 @@ def refuse_tensor_parallel(model):
 def refuse_on_both(model, foreign):
     """The second rank's server is not a server of an engine; nobody listens for the first one."""
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
-    with pytest.raises(BackendError, match="nothing answers at"):
+    with pytest.raises(BackendError, match="is neither SGLang's" if dist.get_rank() else "nothing answers at"):
         build(model, ["http://127.0.0.1:1", foreign], topology)
 
 
