@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_algorithms import initial_model
 from hf_algorithms.config import ModelConfig
-from hf_algorithms.data import build_character_tokenizer
+from hf_algorithms.data import Row, build_character_tokenizer
 from hf_algorithms.initial_model import build_initial_model
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.testing import write_tiny_model
@@ -45,9 +46,9 @@ def model(original, tmp_path) -> Path:
     return shutil.copytree(original, tmp_path / "model")
 
 
-def build(path: object, tmp_path: Path, *, backends: Any = BACKENDS, **config: Any) -> Any:
+def build(path: object, tmp_path: Path, *, backends: Any = BACKENDS, rows: Sequence[Row] = (), **config: Any) -> Any:
     settings = ModelConfig(path=str(path), **config)
-    return build_initial_model(settings, [], directory=tmp_path / "fresh", seed=0, backends=backends)
+    return build_initial_model(settings, rows, directory=tmp_path / "fresh", seed=0, backends=backends)
 
 
 def refusal(path: object, tmp_path: Path, **options: Any) -> str:
@@ -290,6 +291,16 @@ def test_tokenizer_key_is_named(model, tmp_path) -> None:
     change_tokenizer(other, "model", {"type": "Unheard"})
     message = refusal(model, tmp_path, tokenizer=str(other))
     assert message.startswith(f"model.tokenizer = '{other}': its tokenizer cannot be loaded: transformers says")
+
+
+def test_a_made_tokenizer_is_refused_where_the_model_has_another(model, tmp_path) -> None:
+    rows = [Row(prompt="1+1=", answer="2", columns={})]
+    message = refusal(model, tmp_path, tokenizer="characters", rows=rows)
+    assert message.startswith("model.tokenizer = 'characters': makes a tokenizer for a fresh model, and model.path = ")
+    assert message.endswith("has one of its own with another vocabulary. Leave model.tokenizer out")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "fresh" / name).replace(model / name)  # as of an earlier run that made it of the same texts
+    assert build(model, tmp_path, tokenizer="characters", rows=rows).path == str(model)
 
 
 # --------------------------------------------------------------------------------------------------------- paths

@@ -44,6 +44,8 @@ Head = Literal["lm", "value", "score"]
 
 _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout_backend}
 """Of keys that do not name a training backend."""
+_MADE = ("characters", "bpe")
+"""Values of `model.tokenizer` that make one from the training texts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,8 @@ def build_initial_model(
         _write_fresh_model(config, tokenizer, directory, seed)
         files = read_model_directory(directory, label="the fresh model")
         _check_backends(files, backends or {}, on_cpu=on_cpu, head=head)
+    elif config.tokenizer in _MADE:
+        _check_made(config, tokenizer, files)
     shape = derive_shape(files)
     if config.path is not None:
         _check_sizes(config, shape)
@@ -167,7 +171,7 @@ def read_role_model(
         own_path, shares_ids = _find_own_tokenizer(files, main, label, template)
         return replace(model, own_tokenizer_path=own_path, shares_ids=shares_ids)
     check_vocabulary(main.tokenizer, files, label=label)
-    if any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if _has_tokenizer(files):
         own = load_tokenizer(str(files.path), label=label)
         if own.get_vocab() != main.tokenizer.get_vocab():
             raise ModelError(
@@ -189,7 +193,7 @@ def _find_own_tokenizer(
             f"{label}: is a language model without a head that scores. Train one with hybridflow reward-model and "
             "give its model/"
         )
-    if not any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not _has_tokenizer(files):
         check_vocabulary(main.tokenizer, files, label=label)
         return None, True
     own = load_tokenizer(str(files.path), label=label, needs_end=False)
@@ -266,6 +270,20 @@ def _build_tokenizer(config: ModelConfig, rows: Iterable[Row], directory: Path) 
     else:
         return _find(config.tokenizer or config.path or "")
     return str(directory)
+
+
+def _check_made(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, files: ModelDirectory) -> None:
+    """Refuses ids that mean other texts to a model than those that it was trained with."""
+    path = _label("path", config.path)
+    if _has_tokenizer(files) and load_tokenizer(str(files.path), label=path).get_vocab() != tokenizer.get_vocab():
+        raise ConfigError(
+            f"{_label('tokenizer', config.tokenizer)}: makes a tokenizer for a fresh model, and {path} has one of its "
+            "own with another vocabulary. Leave model.tokenizer out"
+        )
+
+
+def _has_tokenizer(files: ModelDirectory) -> bool:
+    return any((files.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def _join_texts(row: Row) -> str:
