@@ -68,7 +68,7 @@ def started(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[st
 
 def wait_for_iteration(program: subprocess.Popen[str], lines: list[str], number: int) -> list[psutil.Process]:
     """Wait until an iteration is reported; the processes of the program then."""
-    deadline_s = time.monotonic() + 120
+    deadline_s = time.monotonic() + 300
     while not any(line.startswith("iteration") and f" {number}/" in line for line in lines):
         assert program.poll() is None, "".join(lines)
         assert time.monotonic() < deadline_s, "".join(lines)
