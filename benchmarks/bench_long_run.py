@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def run(iterations: int, max_seconds: float | None) -> list[dict[str, float]]:
-    """What the run's processes held after every iteration."""
+    """Trains, and returns memory, files and threads of the processes after every iteration."""
     rows: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as folder:
         files = write_addition_data(Path(folder, "data"), seed=0)
@@ -89,7 +89,7 @@ def run(iterations: int, max_seconds: float | None) -> list[dict[str, float]]:
 
 
 def count_held() -> dict[str, float]:
-    """What this process and its children hold; shared memory that several of them hold counts once."""
+    """Returns memory, files and threads of this process and its children; memory that several share counts once."""
     own = psutil.Process()
     found = dict.fromkeys(UNITS, 0.0)
     shared: set[tuple[int, int]] = set()

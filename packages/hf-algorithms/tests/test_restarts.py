@@ -32,7 +32,7 @@ FAILURES: dict[str, tuple[HybridFlowError, bool, bool]] = {
     "an engine ended": (BackendError("the server is gone"), False, True),
     "a local cluster is lost": (LostClusterError("lost", is_local=True), True, True),
     "a remote cluster is lost": (LostClusterError("lost", is_local=False), False, False),
-    "there are no slots": (PoolError("too few"), False, False),
+    "slots are missing": (PoolError("too few"), False, False),
     "the loss is not finite": (NonFiniteLossError("nan"), False, False),
     "a reward raised": (RewardError("raised"), False, False),
     "a value is wrong": (ConfigError("wrong"), False, False),

@@ -37,7 +37,7 @@ class WorkerContext:
         pool: name of the resource pool.
         connections: joint process groups with other groups, by name; see :func:`hf_controller.connect`.
         sub_spans: what :meth:`span` timed in the running call.
-        labels: what the running call belongs to, as `Trace.label` was told; such as `iteration` in a run.
+        labels: of the running call, as `Trace.label` sets them, such as `iteration` in a run.
     """
 
     role: str

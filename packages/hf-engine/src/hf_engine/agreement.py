@@ -1,4 +1,4 @@
-"""What ranks agree on before they communicate: the mistake of one is an error on all, and everybody goes on.
+"""Agreements of ranks before they communicate: a mistake of one rank is an error on all, and all of them go on.
 
 After that a group fails as a whole: no rank answers for one that fails inside a collective method. A supervisor ends
 the others: the controller on Ray, the launcher under torchrun (ADR 28).
@@ -25,7 +25,7 @@ HIGHEST = 2**31 - 1
 
 @dataclass
 class Agreement:
-    """What a rank brings to `together`, and what it finds there."""
+    """A rank's number in `together`, and whether all ranks had the same."""
 
     number: int = 0
     """To be alike on all ranks: the block sets it, and it goes as 31 bits."""
@@ -61,7 +61,7 @@ def together(
     refusal: Exception | None = None
     try:
         yield agreement
-    except Exception as failure:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+    except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one after any error
         refusal = failure
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
     lowest, highest = spread(number, number, group, local_device() if device is None else device)

@@ -230,7 +230,7 @@ class HybridEngine:
             error.add_note(f"the way back to training failed too: {type(failure).__name__}: {failure}")
 
     def _leave(self, *, failed: bool) -> None:
-        """Gives the memory back to training, whatever became of the engine.
+        """Gives the memory back to training, also where the engine failed.
 
         An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
         it after the next block.

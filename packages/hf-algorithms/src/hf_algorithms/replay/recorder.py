@@ -37,7 +37,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """Where the calls of a worker are recorded.
+    """Place in which the calls of a worker are recorded.
 
     Attributes:
         run: absolute directory of the run, which all ranks share.

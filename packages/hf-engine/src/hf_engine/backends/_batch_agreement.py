@@ -1,4 +1,4 @@
-"""What data-parallel ranks agree on about a batch before they act together."""
+"""Agreements of data-parallel ranks on a batch, before they act together."""
 
 from __future__ import annotations
 

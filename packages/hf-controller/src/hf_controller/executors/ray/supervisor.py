@@ -358,7 +358,7 @@ class Supervisor:
 
 
 def _was_ended(call: CallState, rank: int) -> bool:
-    """Whether a rank has not answered a call, or ended with it; calls run in their order, so that the first one ran."""
+    """Returns True if a rank has not answered a call, or ended with it; calls run in order, so the first one ran."""
     error = call.lost.get(rank)
     return rank in call.find_unread() or (error is not None and not isinstance(error, RayTaskError))
 
