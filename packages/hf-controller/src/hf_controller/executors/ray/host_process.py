@@ -8,22 +8,28 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ObjectLostError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.process_end import ProcessEnd, ProcessWatch
 from hf_controller.failures import Failure
 
 __all__ = [
+    "DEATH_IS_KNOWN_S",
     "HostProcess",
     "Location",
     "describe_death",
     "describe_processes",
+    "find_dead",
     "find_location",
     "find_maker",
     "in_one_line",
     "own_origin",
 ]
+
+_LOST = (ActorDiedError, ActorUnavailableError)
+DEATH_IS_KNOWN_S = 20.0
+"""So much later than its effect on others may Ray know that a process on another machine ended."""
 
 
 class Location(NamedTuple):
@@ -86,6 +92,11 @@ class HostProcess:
     def note_call(self, call: str, answer: Any) -> None:
         """It is given ``call``."""
         self.last_call, self.last_answer = call, answer
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether its end is seen from here, as that of a process of this machine; else Ray alone tells it."""
+        return self._is_here
 
     def find_end(self) -> ProcessEnd | None:
         """How it ended by itself; None while it lives, was ended, or is on another machine."""
@@ -191,6 +202,20 @@ def describe_processes(
         (not isinstance(answer, RayError), _describe(process, answer))
         for process, answer in zip(processes, answers, strict=True)
     ]
+
+
+def find_dead(
+    processes: Sequence[HostProcess], inquirer: Inquirer, timeout_s: float
+) -> tuple[HostProcess, RayError] | None:
+    """The first process that Ray knows to be dead, or no longer reaches, and what it says.
+
+    One that lives answers at once. One that died a moment ago does not, until Ray knows its end. One that never
+    started is not asked.
+    """
+    asked = [process for process in processes if process.find_location() is not None]
+    answers = inquirer.ask([process.actor for process in asked], "locate", timeout_s) if asked else []
+    found = zip(asked, answers, strict=True)
+    return next(((process, error) for process, error in found if isinstance(error, _LOST)), None)
 
 
 def _describe(process: HostProcess, answer: Any) -> str:

@@ -13,7 +13,13 @@ from ray.exceptions import RayError
 
 from hf_controller.default_group import Rendezvous
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
-from hf_controller.executors.ray.host_process import HostProcess, describe_death, describe_processes
+from hf_controller.executors.ray.host_process import (
+    DEATH_IS_KNOWN_S,
+    HostProcess,
+    describe_death,
+    describe_processes,
+    find_dead,
+)
 from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
@@ -246,6 +252,10 @@ def await_answers(
         dead = [process for handle in pending if (process := asked[handle]).find_end() is not None]
         if dead or failures:
             # A process that is gone is why others failed.
+            left = [process for handle in pending if not (process := asked[handle]).is_watched]
+            lost = None if dead or len(asked) == 1 else find_dead(left, inquirer, DEATH_IS_KNOWN_S)
+            if lost is not None:
+                return Undone(_describe(lost[0], method, lost[1]), [lost[0], *failures])
             first = _describe(dead[0], method, None) if dead else next(iter(failures.values()))
             return Undone(first, [*dead, *failures])
         pending = [handle for handle in pending if handle not in ready]

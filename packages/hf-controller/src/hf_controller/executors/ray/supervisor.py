@@ -12,14 +12,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import (
+    DEATH_IS_KNOWN_S,
     HostProcess,
     describe_death,
     describe_processes,
+    find_dead,
     find_maker,
     in_one_line,
 )
@@ -139,12 +141,11 @@ class Supervisor:
             PoolError: if the cluster itself ended.
         """
         joined = [each for each in host_sets if each.failure is None and len(each.list_joined()) > 1]
-        asked = [(host_set, process) for host_set in joined for process in host_set.processes]
-        answers = self._inquirer.ask([each.actor for _, each in asked], "locate", _ANSWER_TIMEOUT_S) if asked else []
+        asked = {process: host_set for host_set in joined for process in host_set.processes}
+        dead = find_dead(list(asked), self._inquirer, _ANSWER_TIMEOUT_S)
         self.look()
-        for (host_set, process), answer in zip(asked, answers, strict=True):
-            if isinstance(answer, ActorDiedError) and host_set.failure is None:
-                self._end_of_process(host_set, process, answer)
+        if dead is not None and asked[dead[0]].failure is None:
+            self._end_of_process(asked[dead[0]], *dead)
 
     def explain(self, maker: str) -> Failure | None:
         """The failure of the group whose process made what is lost; None where it was released, or is not known."""
@@ -184,8 +185,19 @@ class Supervisor:
     def _await_death(self, host_set: HostSet) -> None:
         """What it made is lost, so it is gone, or will be soon."""
         ends_s = time.monotonic() + _SETTLING_S
-        while host_set.failure is None and not self._find_death(host_set) and time.monotonic() < ends_s:
+        while host_set.failure is None and not self._find_death(host_set):
+            if time.monotonic() > ends_s:
+                self._find_death_afar([host_set])
+                break
             time.sleep(_POLL_S)
+
+    def _find_death_afar(self, members: Sequence[HostSet]) -> bool:
+        """The same of joined groups for processes on other machines, whose end Ray alone tells."""
+        afar = {process: each for each in members for process in each.processes if not process.is_watched}
+        dead = find_dead(list(afar), self._inquirer, DEATH_IS_KNOWN_S)
+        if dead is not None:
+            self._end_of_process(afar[dead[0]], *dead)
+        return dead is not None
 
     def _end_of_process(self, host_set: HostSet, process: HostProcess, error: RayError | None) -> None:
         ran = next((c for c in self._calls.values() if c.host_set is host_set and _was_ended(c, process.rank)), None)
@@ -268,6 +280,8 @@ class Supervisor:
             if time.monotonic() > ends_s:
                 break
             time.sleep(_POLL_S)
+        if self._find_death_afar(members):
+            return
         raised = [each for each in self._calls.values() if each.host_set in members and each.failures]
         failed = min([call, *raised], key=lambda each: each.first_failure_s)
         self._end(failed.host_set, failed.choose(failed.failures or {0: self._lost_input(call, next(iter(call.lost)))}))
