@@ -14,9 +14,12 @@ ALL_PYTHON = sorted(
     for folder in ("packages", "integration-tests", "benchmarks", "examples", "scripts")
     for path in (ROOT / folder).rglob("*.py")
 )
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 LEFTOVER_NAMES = frozenset({"common", "helpers", "misc", "utils"})
+EXECUTOR_BOUNDARY = ("executors/ray/actor.py", "hf_controller/rank_host.py")
+"""Whatever a rank raises travels from here to the controller."""
+MOST_BROAD_EXCEPTS = 10
 ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
 
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
@@ -66,6 +69,25 @@ def _is_definition(node: ast.stmt) -> bool:
 )
 def test_the_rule_on_definitions_sees_the_difference(line: str, allowed: bool) -> None:
     assert _is_definition(ast.parse(line).body[0]) is allowed
+
+
+def test_broad_excepts_are_few() -> None:
+    inside = [path for path in SOURCES if not str(path).endswith(EXECUTOR_BOUNDARY)]
+    lines = [
+        f"{path.name}:{node.lineno}"
+        for path in inside
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _is_broad(node)
+    ]
+    lines += ["foreign_code.raised_as", "foreign_code.Caught"]  # which name the classes in variables
+    assert len(lines) <= MOST_BROAD_EXCEPTS, lines
+
+
+def _is_broad(node: ast.AST) -> bool:
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    return any(each is None or ast.unparse(each) in {"Exception", "BaseException"} for each in caught)
 
 
 def test_one_module_calls_new_group() -> None:

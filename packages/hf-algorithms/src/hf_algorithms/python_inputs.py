@@ -20,6 +20,7 @@ from typing import Any
 from hf_algorithms.users_code import pickle_with_module
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "check_name", "temporary_inputs"]
 
@@ -197,14 +198,14 @@ class InputFolder:
         if not callable(function):
             raise ConfigError(f"{kind} {name!r} = {show(function)}: is not a function. Pass one, or its name")
         stem = "".join(each if each.isalnum() else "_" for each in name)
-        try:
+        with Caught() as caught:  # pickling calls a user's code
             pickled = pickle_with_module(function, function)
-        except Exception as error:  # pickling calls a user's code
+        if caught.error is not None:
             if not is_in_process:
                 raise ConfigError(
-                    f"{kind} {name!r}: cannot be pickled for workers on Ray ({type(error).__name__}: {error}). Define "
-                    "it in a module, or set run.executor to 'in_process'"
-                ) from error
+                    f"{kind} {name!r}: cannot be pickled for workers on Ray ({type(caught.error).__name__}: "
+                    f"{caught.error}). Define it in a module, or set run.executor to 'in_process'"
+                ) from caught.error
             key = f"{stem}_{len(HELD_FUNCTIONS)}"
             HELD_FUNCTIONS[key] = function
             self._held.append(key)

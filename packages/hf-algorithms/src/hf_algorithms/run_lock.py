@@ -9,7 +9,7 @@ import os
 import socket
 import time
 import weakref
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -41,15 +41,14 @@ class RunLock:
     def __init__(self, directory: Path) -> None:
         path = directory / LOCK
         self._file: IO[str] = path.open("a+", encoding="utf-8")
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._file.close)
             _lock(self._file, fcntl.LOCK_EX, directory)
             holder = {"host": socket.gethostname(), "pid": os.getpid(), "start_time": time.time()}
             self._file.truncate(0)
             self._file.write(json.dumps(holder) + "\n")
             self._file.flush()
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
         # a process that was forked would hold the lock on beyond the end of this one
         os.register_at_fork(after_in_child=partial(_close, weakref.ref(self._file)))
 

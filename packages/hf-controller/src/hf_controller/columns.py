@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_protocols import FROM_ARGUMENT, BatchError, MethodSpec, ProtocolError
 from hf_protocols.arguments import check_columns, show
+from hf_protocols.foreign_code import raised_as
 
 if TYPE_CHECKING:
     from hf_controller.dispatch import Call
@@ -128,10 +129,8 @@ def _find_declared(name: str, given: Iterable[Any], what: str) -> list[Declared]
 
 def _ask(value: Any, name: str, what: str) -> tuple[str, ...]:
     attribute = f"{what}: {_name_class(value)}.{name}"
-    try:
+    with raised_as(lambda error: ProtocolError(f"{attribute} raised {type(error).__name__}: {error}")):
         columns = getattr(value, name)
-    except Exception as error:
-        raise ProtocolError(f"{attribute} raised {type(error).__name__}: {error}") from error
     if not isinstance(columns, str | tuple | list):
         raise ProtocolError(f"{attribute}={show(columns)}: give a tuple of column names")
     return check_columns(ProtocolError, attribute, columns, may_lack=name == "reads")

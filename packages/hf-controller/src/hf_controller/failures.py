@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hf_protocols import HybridFlowError, PoolError, WorkerError
+from hf_protocols.foreign_code import Caught
 
 __all__ = [
     "CLOSED",
@@ -208,17 +209,15 @@ def describe_end(roles: Sequence[str], others: str, pools: Iterable[str]) -> str
 
 def diagnosed(build: Callable[[], str]) -> str:
     """What `build` says of an error; where it fails itself, that it did: it never replaces the error."""
-    try:
+    with Caught() as caught:  # of processes in any state
         return build()
-    except Exception as error:  # noqa: BLE001 - of processes in any state
-        return f"(more could not be found out: {type(error).__name__}: {error})"
+    return f"(more could not be found out: {type(caught.error).__name__}: {caught.error})"
 
 
 def _message_of(error: BaseException) -> str:
-    try:
+    with Caught() as caught:
         return str(error)
-    except Exception as raised:  # noqa: BLE001 - a user's exception may fail in any way
-        return f"(its message cannot be shown: str() raised {type(raised).__name__})"
+    return f"(its message cannot be shown: str() raised {type(caught.error).__name__})"
 
 
 class UpstreamFailure(Exception):  # noqa: N818 - it carries another call's failure and is never shown itself
@@ -233,19 +232,17 @@ def _pickle_own(error: BaseException) -> bytes:
     """The pickled exception if it is of our tree and survives the round trip, else nothing."""
     if not isinstance(error, HybridFlowError) or isinstance(error, RemoteCallError):
         return b""
-    try:
+    with Caught():
         pickled = pickle.dumps(error)
         pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - a user's exception may fail in any way
-        return b""
-    return pickled
+        return pickled
+    return b""
 
 
 def _unpickle_own(pickled: bytes) -> HybridFlowError | None:
     if not pickled:
         return None
-    try:
+    with Caught():
         error = pickle.loads(pickled)
-    except Exception:  # noqa: BLE001 - a user's exception may fail in any way
-        return None
-    return error if isinstance(error, HybridFlowError) else None
+        return error if isinstance(error, HybridFlowError) else None
+    return None

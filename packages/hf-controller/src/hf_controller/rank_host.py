@@ -21,6 +21,7 @@ from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, registered_methods
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["RankHost", "Stage", "close_workers"]
 
@@ -274,7 +275,7 @@ def _check_unwritten(call: Call, reader: BatchReader) -> None:
 def close_workers(workers: Mapping[str, Worker], rank: int) -> None:
     """Close the workers of a rank; what one raises is logged, and the others are closed all the same."""
     for role, worker in workers.items():
-        try:
+        with Caught() as caught:
             worker.close()
-        except Exception as error:  # noqa: BLE001 - a worker's own code may raise anything
-            _LOG.warning("%s on rank %d: close() raised %s: %s", role, rank, type(error).__name__, error)
+        if caught.error is not None:
+            _LOG.warning("%s on rank %d: close() raised %s: %s", role, rank, type(caught.error).__name__, caught.error)

@@ -7,6 +7,7 @@ here opens a checkpoint.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hf_protocols import PoolError
@@ -64,13 +65,12 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         executor.release(pool)
         executor.trace.forget(pool)
     groups: dict[str, WorkerGroup] = {}
-    try:
+    with ExitStack() as undo:
+        for pool in standing:
+            undo.callback(executor.release, pool)
         for pool, sets in standing.items():
             for specs in sets:
                 groups |= executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False)
         executor.wait_until_ready()
-    except BaseException:
-        for pool in standing:
-            executor.release(pool)
-        raise
+        undo.pop_all()
     return groups

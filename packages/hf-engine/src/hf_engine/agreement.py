@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["HIGHEST", "Agreement", "agree_on_moving", "spread", "together"]
 
@@ -58,11 +59,9 @@ def together(
             `error` with the ranks and their reasons.
     """
     agreement = Agreement()
-    refusal: Exception | None = None
-    try:
+    with Caught() as caught:  # the other ranks wait for this one after any error
         yield agreement
-    except Exception as failure:  # noqa: BLE001 - the other ranks wait for this one after any error
-        refusal = failure
+    refusal = caught.error
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
     lowest, highest = spread(number, number, group, local_device() if device is None else device)
     if highest == HIGHEST:
@@ -105,7 +104,7 @@ def agree_on_moving(
 
 
 def _refuse(
-    refusal: Exception | None,
+    refusal: BaseException | None,
     group: dist.ProcessGroup | None,
     ranks: Sequence[int],
     error: type[HybridFlowError],

@@ -29,6 +29,7 @@ from hf_engine.transitions import Transition, TransitionMemory
 from hf_engine.weight_feed import WeightFeed
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.foreign_code import Caught
 from hf_protocols.topology import Topology
 
 if TYPE_CHECKING:
@@ -222,12 +223,13 @@ class HybridEngine:
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Leaves a block; what it raised is never replaced by what the way back raises."""
-        try:
-            self._leave(failed=error is not None)
-        except Exception as failure:  # an engine that is gone may raise anything
-            if error is None:
-                raise
-            error.add_note(f"the way back to training failed too: {type(failure).__name__}: {failure}")
+        if error is None:
+            self._leave(failed=False)
+            return
+        with Caught() as caught:  # an engine that is gone may raise anything
+            self._leave(failed=True)
+        if caught.error is not None:
+            error.add_note(f"the way back to training failed too: {type(caught.error).__name__}: {caught.error}")
 
     def _leave(self, *, failed: bool) -> None:
         """Gives the memory back to training, also where the engine failed.

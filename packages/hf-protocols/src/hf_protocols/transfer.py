@@ -15,7 +15,8 @@ from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from hf_protocols.arguments import are_whole, check_count, check_kind, check_sizes, show
-from hf_protocols.errors import BatchError, HybridFlowError, ProtocolError
+from hf_protocols.errors import BatchError, ProtocolError
+from hf_protocols.foreign_code import raised_as
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
 
@@ -155,12 +156,9 @@ def _own_function(function: Any) -> Any:
 
 def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
     check_kind(ProtocolError, "topology", inputs[0], Topology, "a Topology")
-    try:
+    label = f"protocol {show(protocol)}: {what}"
+    with raised_as(lambda error: ProtocolError(f"{label} raised {type(error).__name__}: {error}")):
         return function(*inputs)
-    except HybridFlowError:
-        raise
-    except Exception as error:
-        raise ProtocolError(f"protocol {show(protocol)}: {what} raised {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

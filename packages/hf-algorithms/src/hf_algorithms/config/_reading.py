@@ -24,6 +24,7 @@ from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten, shorten_list, show
+from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, parse_toml, read_toml
 
@@ -170,10 +171,8 @@ def _check_meaning(config: Config) -> None:
 
 def _ask_for_contradictions(algorithm: AlgorithmConfig) -> list[str]:
     label = f"{type(algorithm).__name__}.find_contradictions"
-    try:
+    with raised_as(lambda error: ConfigError(f"{label} raised {describe_raised(error)}")):  # it may be a user's
         found = list(algorithm.find_contradictions())
-    except Exception as error:  # it may be a user's
-        raise ConfigError(f"{label} raised {describe_raised(error)}") from error
     if not all(isinstance(line, str) for line in found):
         raise ConfigError(f"{label} gave {show(found)}. Let it yield texts")
     usual = expand_conventions(algorithm.conventions, algorithm.name)

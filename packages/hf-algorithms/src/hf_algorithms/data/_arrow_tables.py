@@ -11,13 +11,15 @@ import struct
 from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.foreign_code import Caught, raised_as
 
 __all__ = ["Binary", "DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_dataset"]
 
@@ -87,16 +89,14 @@ class ParquetTable:
         self._groups.move_to_end(group)
         return self._groups[group]
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
-        """Turns what Arrow raises of a damaged file into one line."""
-        try:
-            yield
-        except DataError:
-            raise
-        except Exception as error:  # a damaged file makes Arrow raise OSError, ArrowException or KeyError
-            reason = " ".join(str(error).split())
-            raise DataError(f"{self._shown}: cannot be read as Parquet: {show(reason)}. Fetch it again") from error
+    def _errors(self) -> AbstractContextManager[None]:
+        """Turns what Arrow raises of a damaged file, OSError, ArrowException or KeyError, into one line."""
+        shown = self._shown
+        return raised_as(
+            lambda error: DataError(
+                f"{shown}: cannot be read as Parquet: {show(' '.join(str(error).split()))}. Fetch it again"
+            )
+        )
 
 
 class DatasetTable:
@@ -138,10 +138,8 @@ def open_dataset_directory(path: Path, shown: str) -> DatasetTable:
             )
         path = path / splits[0]
     datasets = _import_datasets(shown)
-    try:
+    with raised_as(lambda error: DataError(f"{shown}: `datasets` cannot load it: {_one_line(error)}. Save it again")):
         return DatasetTable(datasets.load_from_disk(str(path)), shown)
-    except Exception as error:  # the library raises what its parsers raise of a damaged file
-        raise DataError(f"{shown}: `datasets` cannot load it: {_one_line(error)}. Save it again") from error
 
 
 def open_hub_dataset(name: str) -> DatasetTable:
@@ -152,27 +150,27 @@ def open_hub_dataset(name: str) -> DatasetTable:
     """
     datasets = _import_datasets(name)
     path, _, split = name.partition(":")
-    try:
-        with nullcontext() if _reaches_hub(path) else _working_offline():
-            return DatasetTable(datasets.load_dataset(path, split=split or "train", trust_remote_code=False), name)
-    except OSError as error:  # DatasetNotFoundError as well: no such name, or no network to look for it
-        raise DataError(
-            f"{name}: no such file or directory, and no dataset of the hub by that name can be fetched: "
-            f"{_one_line(error)}. Correct the path, or fetch the dataset where there is a network"
-        ) from error
-    except Exception as error:  # the library raises what its parsers and builders raise
-        raise DataError(f"{name}: `datasets` cannot load it: {_one_line(error)}") from error
+    with raised_as(partial(_describe_absent, name)), nullcontext() if _reaches_hub(path) else _working_offline():
+        return DatasetTable(datasets.load_dataset(path, split=split or "train", trust_remote_code=False), name)
+
+
+def _describe_absent(name: str, error: BaseException) -> DataError:
+    if not isinstance(error, OSError):  # of a parser or builder
+        return DataError(f"{name}: `datasets` cannot load it: {_one_line(error)}")
+    # DatasetNotFoundError as well: no such name, or no network to look for it
+    return DataError(
+        f"{name}: no such file or directory, and no dataset of the hub by that name can be fetched: "
+        f"{_one_line(error)}. Correct the path, or fetch the dataset where there is a network"
+    )
 
 
 def _reaches_hub(path: str) -> bool:
     """False if nothing at all answers: the client then tries for half a minute and prints each of its attempts."""
     from huggingface_hub import HfApi
 
-    try:
+    with Caught() as caught:  # the client raises errors of its own, of httpx and of the system
         HfApi().dataset_info(path, timeout=_PROBE_S)
-    except Exception as error:  # noqa: BLE001 - the client raises errors of its own, of httpx and of the system
-        return getattr(error, "response", None) is not None
-    return True
+    return caught.error is None or getattr(caught.error, "response", None) is not None
 
 
 @contextmanager
@@ -211,7 +209,7 @@ def _read_splits(file: Path, shown: str) -> list[str]:
     return [str(each) for each in splits]
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     return show(" ".join(str(error).split()).rstrip(".") or type(error).__name__)
 
 

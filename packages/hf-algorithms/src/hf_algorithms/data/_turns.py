@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_algorithms.data._rows import Message
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError, ModelError
+from hf_protocols.foreign_code import Caught, raised_as
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -257,13 +258,13 @@ class TurnFormat:
                 f"{where}: is a chat, and the tokenizer of {self._label} has no chat template. Set data.chat_template "
                 "to a file or a text"
             )
-        try:
-            return self._render(chat, **how)
-        except Exception as error:  # a template is the user's code, which may raise anything
-            raise DataError(
+        with raised_as(
+            lambda error: DataError(
                 f"{where}: the chat template refuses this chat: {one_line(error).rstrip('.')}. Change the row's "
                 "messages, data.system_prompt or data.chat_template"
-            ) from error
+            )
+        ):
+            return self._render(chat, **how)
 
     def _render(self, chat: Sequence[Message], **how: Any) -> str:
         messages = [dict(message) for message in chat]
@@ -306,12 +307,13 @@ class TurnFormat:
             return
         name = "data.chat_template" if self._template else f"the chat template of {self._label}"
         chats = [({"role": "user", "content": content},) for content in ("1", _MARK)]
-        try:
+        with Caught() as caught:
             texts = {self._render(chat, add_generation_prompt=True) for chat in chats}
-        except Exception as error:  # a template is the user's code; only what no row can mend is refused here
-            if type(error).__name__ != "TemplateSyntaxError":
+        if caught.error is not None:  # only what no row can mend is refused here
+            if type(caught.error).__name__ != "TemplateSyntaxError":
                 return
-            raise ConfigError(f"{name} is not valid Jinja: {one_line(error).rstrip('.')}. Correct it") from error
+            reason = one_line(caught.error).rstrip(".")
+            raise ConfigError(f"{name} is not valid Jinja: {reason}. Correct it") from caught.error
         if len(texts) == 1:
             raise ConfigError(
                 f"{name} leaves out a user's message: every chat becomes {show(texts.pop())}. Write the content of "

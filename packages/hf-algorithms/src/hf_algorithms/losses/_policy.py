@@ -15,8 +15,9 @@ from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Metrics
 from hf_algorithms.losses._surrogates import Clip, Surrogate, Tokens
 from hf_algorithms.users_code import describe_raised
-from hf_protocols import BatchError, ConfigError, HybridFlowError
+from hf_protocols import BatchError, ConfigError
 from hf_protocols.arguments import check_number, describe_names, show
+from hf_protocols.foreign_code import raised_as
 
 __all__ = ["GAP_BOUND", "PolicyLoss"]
 
@@ -171,12 +172,8 @@ class PolicyLoss:
 def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Calls a surrogate, which may be user code, and checks what it returns."""
     label = f"surrogate {type(surrogate).__name__}"
-    try:
+    with raised_as(lambda error: BatchError(f"{label} raised {describe_raised(error)}")):
         answer: object = surrogate(tokens)
-    except HybridFlowError:
-        raise
-    except Exception as error:
-        raise BatchError(f"{label} raised {describe_raised(error)}") from error
     match answer:
         case (torch.Tensor() as loss, dict() as clips):
             pass

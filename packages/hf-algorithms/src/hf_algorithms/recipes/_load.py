@@ -12,6 +12,7 @@ from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
 from hf_protocols.arguments import shorten_list, show
+from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
 
 __all__ = ["load_recipe"]
@@ -69,14 +70,12 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
 def _import(name: str, label: str) -> Any:
     from hf_controller import Terminated
 
+    def describe(error: BaseException) -> ConfigError:
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and (name == missing or name.startswith(f"{missing}.")):
+            return ConfigError(f"{label}: there is no module {show(missing)} on Python's path")
+        return ConfigError(f"{label}: its module raised {describe_raised(error)}")
+
     importlib.invalidate_caches()
-    try:
+    with raised_as(describe, also=(SystemExit,), but=(Terminated,)):
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"{label}: there is no module {show(error.name)} on Python's path") from None
-        raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error
-    except Terminated:
-        raise
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(f"{label}: its module raised {describe_raised(error)}") from error

@@ -17,6 +17,7 @@ from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import BatchError, ConfigError, HybridFlowError
 from hf_protocols.arguments import show
+from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
@@ -223,13 +224,11 @@ class Recipe:
 
         fails = StepError if context.iteration else ConfigError
         label = f"step of recipe {show(self.name)}"
-        try:
+        with raised_as(
+            lambda error: fails(f"{label} raised {describe_raised(error)}"), also=(SystemExit,), but=(Terminated,)
+        ):
             found: Any = self.step(roles, prompts, config, context)
             metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
-        except (HybridFlowError, Terminated):
-            raise
-        except (Exception, SystemExit) as error:
-            raise fails(f"{label} raised {describe_raised(error)}") from error
         for each in metrics:
             if not hasattr(each, "sums") and not _are_numbers(each):
                 raise fails(

@@ -16,6 +16,7 @@ from hf_algorithms.atomic_files import write_text
 from hf_algorithms.replay.batches import write_batch
 from hf_algorithms.replay.values import encode_value
 from hf_protocols import NonFiniteLossError, StateError
+from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -61,13 +62,13 @@ def record_call(method: Method) -> Method:
         given = signature(method).bind(self, batch, *args, **kwargs).arguments
         arguments = {name: value for name, value in given.items() if name not in ("self", "batch")}
         batches = {"batch": batch, **({} if held is None else {"pretraining": held})}
-        try:
+        with Caught() as caught:
             metrics = method(self, batch, *args, **kwargs)
-        except Exception as error:  # a user's loss may raise anything; it is raised again
+        if (error := caught.error) is not None:
             are_alike = isinstance(error, NonFiniteLossError) or self.context.world_size == 1
             if note := _record(self, method.__name__, arguments, batches, error, with_state=are_alike):
                 error.add_note(note)
-            raise
+            raise error
         if metrics.get(f"{self.context.role}/skipped_nonfinite", (0.0, 1.0))[0] and not self.has_recorded:
             _record(self, method.__name__, arguments, batches, None, with_state=True)
         return metrics
@@ -80,7 +81,7 @@ def _record(
     method: str,
     arguments: Mapping[str, Any],
     batches: Mapping[str, TensorDict],
-    error: Exception | None,
+    error: BaseException | None,
     *,
     with_state: bool,
 ) -> str:

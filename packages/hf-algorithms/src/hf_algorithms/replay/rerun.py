@@ -14,6 +14,7 @@ from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, find_commit
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.replay.values import ReplayError
 from hf_protocols.arguments import show
+from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -61,12 +62,12 @@ def run_again(
             group.load_state(str(state)).result()
         if "pretraining" in batches:
             group.hold_pretraining(executor.put(batches["pretraining"])).result()
-        try:
+        with Caught() as caught:
             found: dict[str, float] = getattr(group, call.method)(executor.put(batches["batch"]), **arguments).result()
-        except Exception as error:
-            if debug and error.__cause__ is not None:
-                pdb.post_mortem(error.__cause__.__traceback__)
-            raise
+        if caught.error is not None:
+            if debug and caught.error.__cause__ is not None:
+                pdb.post_mortem(caught.error.__cause__.__traceback__)
+            raise caught.error
     return found
 
 

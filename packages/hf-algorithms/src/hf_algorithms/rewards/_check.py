@@ -15,7 +15,8 @@ from hf_algorithms.rewards._load import get_users_function, imports_from, load_f
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
 from hf_protocols.arguments import shorten, shorten_list, show
-from hf_protocols.errors import ConfigError, DataError, HybridFlowError
+from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.foreign_code import Caught, raised_as
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -167,16 +168,14 @@ def _load_and_check(named: _Named, search_path: Sequence[str]) -> _Checked:
         function = get_users_function(load_function(named.function, search_path=search_path))
     except ConfigError as error:
         raise ConfigError(f"{named.key} = {error}") from error
-    try:
+    with raised_as(
+        lambda error: ConfigError(f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function")
+    ):
         return _Checked(
             _check_function(named, function),
             _find_check(named.label, function),
             bool(getattr(function, "needs_answers", False)),
         )
-    except HybridFlowError:
-        raise
-    except Exception as error:  # an attribute of a user's object may raise anything
-        raise ConfigError(f"{named.label} cannot be inspected: {_describe(error)}. Write it as a function") from error
 
 
 def check_servers(config: Config) -> None:
@@ -323,15 +322,13 @@ def _check_answers(named: _Named, checked: _Checked, path: str, rows: Sequence[R
         if checked.needs_answers and row.answer is None:
             continue
         reason = None
-        try:
+        with Caught(also=(SystemExit,), but=(Terminated,)) as caught:
             if _is_false(checked.check_answer(row.answer or "")):
                 reason = "its check_answer returned False"
-        except Terminated:
-            raise
-        except ConfigError as error:
-            raise ConfigError(f"{named.label}: {error}") from error
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
-            reason = _describe(error)
+        if isinstance(caught.error, ConfigError):
+            raise ConfigError(f"{named.label}: {caught.error}") from caught.error
+        if caught.error is not None:
+            reason = _describe(caught.error)
         if reason is not None:
             where = locate_row(rows, number, source=path)
             raise DataError(

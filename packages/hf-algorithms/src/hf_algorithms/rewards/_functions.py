@@ -25,6 +25,7 @@ from hf_algorithms.users_code import pickle_with_module
 from hf_protocols import read_machine_limits
 from hf_protocols.arguments import show
 from hf_protocols.errors import RewardError
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["FunctionSpec", "ScoredSamples", "ScoringFunctions"]
 
@@ -250,15 +251,14 @@ def _find(spec: FunctionSpec, search_path: Sequence[str], *, stays: bool) -> tup
 
 
 def _pickle(spec: FunctionSpec) -> bytes | None:
-    try:
+    with Caught() as caught:  # pickling calls a user's code
         return pickle_with_module(Loader(function=spec.function), spec.function)  # type: ignore[arg-type]
-    except Exception as error:  # noqa: BLE001 - pickling calls a user's code
-        warnings.warn(
-            f"the function {show(spec.name)} runs in this process, because it cannot be pickled "
-            f"({type(error).__name__}: {error}). It cannot be ended at its deadline: the run ends instead",
-            stacklevel=4,
-        )
-        return None
+    warnings.warn(
+        f"the function {show(spec.name)} runs in this process, because it cannot be pickled "
+        f"({type(caught.error).__name__}: {caught.error}). It cannot be ended at its deadline: the run ends instead",
+        stacklevel=4,
+    )
+    return None
 
 
 def _describe(spec: FunctionSpec, function: Any, kind: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_algorithms.trackers._tracker import RunFacts, Status, Tracker
 from hf_algorithms.url_secrets import hide_secrets
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["Channel"]
 
@@ -79,10 +80,9 @@ class Channel:
 
     def _guard(self, call: Callable[[], None]) -> None:
         """Keeps and shows the first error."""
-        try:
+        with Caught(also=(SystemExit,)) as caught:
             call()
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - libraries raise anything; the run goes on
-            if self.failure is None:
-                text = " ".join(str(error).split("\n", 1)[0].split())
-                self.failure = hide_secrets(f"{type(error).__name__}: {text}")
-                self._note(f"warning: the tracker {self.name} failed: {self.failure}. The run goes on without it")
+        if caught.error is not None and self.failure is None:
+            text = " ".join(str(caught.error).split("\n", 1)[0].split())
+            self.failure = hide_secrets(f"{type(caught.error).__name__}: {text}")
+            self._note(f"warning: the tracker {self.name} failed: {self.failure}. The run goes on without it")

@@ -22,6 +22,7 @@ from hf_algorithms.trackers._tracker import (
 from hf_algorithms.users_code import describe_raised
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -118,11 +119,11 @@ class _Listener:
         if self._hook_failure is not None:
             self._num_skipped += 1
             return
-        try:
+        with Caught() as caught:
             self._hook(self._iteration, dict(numbers))
-        except Exception as error:  # noqa: BLE001 - a user's function may raise anything
+        if caught.error is not None:
             self._num_skipped += 1
-            self._hook_failure = describe_raised(error)
+            self._hook_failure = describe_raised(caught.error)
             self._note(f"warning: run.on_metrics raised {self._hook_failure}\nThe run goes on without it")
 
     def hear_summary(self, body: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hf_algorithms.trackers._tracker import Tracker
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.foreign_code import Caught
 from hf_protocols.similar_names import find_similar
 
 __all__ = ["TRACKERS", "check_names", "load_tracker"]
@@ -51,13 +52,12 @@ def load_tracker(name: str) -> Tracker:
     install = f"pip install 'hf-algorithms[{name}]'"
     for variable, value in _QUIET.items():
         os.environ.setdefault(variable, value)
-    try:
+    with Caught() as caught:  # libraries whose versions do not fit each other raise anything
         return getattr(importlib.import_module(module), kind)()  # type: ignore[no-any-return]
-    except Exception as error:  # libraries whose versions do not fit each other raise anything
-        if isinstance(error, ImportError) and not _is_installed(name):
-            raise ConfigError(f"run.trackers: {name} is not installed. Install it: {install}") from None
-        found = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"run.trackers: {name} cannot be loaded: {found}. Install it again: {install}") from error
+    if isinstance(caught.error, ImportError) and not _is_installed(name):
+        raise ConfigError(f"run.trackers: {name} is not installed. Install it: {install}")
+    found = f"{type(caught.error).__name__}: {caught.error}"
+    raise ConfigError(f"run.trackers: {name} cannot be loaded: {found}. Install it again: {install}") from caught.error
 
 
 def _is_installed(distribution: str) -> bool:

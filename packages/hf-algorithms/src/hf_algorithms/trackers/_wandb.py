@@ -10,6 +10,7 @@ import wandb
 
 from hf_algorithms.trackers._tracker import EXPERIMENT, RunFacts, Status
 from hf_algorithms.url_secrets import hide_secrets
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["WandbTracker"]
 
@@ -30,12 +31,13 @@ class WandbTracker:
         if os.environ.get("WANDB_MODE"):
             self._run = self._begin(run, None)
             return None
-        try:
+        reason = None
+        with Caught() as caught:  # of many classes: no network, a wrong key, a server that refuses
             reason = None if wandb.login(prompt=False) else "no API key was found (`wandb login` stores one)"
             if reason is None:
                 self._run = self._begin(run, "online")
-        except Exception as error:  # noqa: BLE001 - of many classes: no network, a wrong key, a server that refuses
-            reason = hide_secrets(str(error).partition("\n")[0])
+        if caught.error is not None:
+            reason = hide_secrets(str(caught.error).partition("\n")[0])
         if reason is None:
             return None
         self._run = self._begin(run, "offline")

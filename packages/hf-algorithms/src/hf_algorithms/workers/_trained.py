@@ -12,7 +12,8 @@ from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics, ModelWorker, on_device
 from hf_algorithms.workers._outputs import read_outputs
 from hf_controller import WorkerContext
-from hf_protocols import ONE_TO_ALL, THREE_D, BackendError, BatchError, HybridFlowError, register
+from hf_protocols import ONE_TO_ALL, THREE_D, BackendError, BatchError, register
+from hf_protocols.foreign_code import raised_as
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,16 +107,12 @@ class TrainedWorker(ModelWorker):
 
     def _telling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
         """The loss with errors of our tree, which all ranks hear of before they wait for each other."""
+        label = f"{self.context.role}.forward_backward"
 
         @functools.wraps(loss, updated=())
         def call(outputs: TensorDict, batch: TensorDict) -> Any:
-            try:
+            with raised_as(lambda error: BackendError(f"{label}: the loss raised {describe_raised(error)}")):
                 return loss(outputs, batch)
-            except HybridFlowError:
-                raise
-            except Exception as error:
-                text = f"{self.context.role}.forward_backward: the loss raised {describe_raised(error)}"
-                raise BackendError(text) from error
 
         return call
 

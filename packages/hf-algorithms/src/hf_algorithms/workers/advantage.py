@@ -9,8 +9,9 @@ from hf_algorithms.jagged import pad_rows, unpad_rows
 from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics
 from hf_controller import Worker
-from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, HybridFlowError, register
+from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, register
 from hf_protocols.arguments import describe_names, show
+from hf_protocols.foreign_code import raised_as
 
 if TYPE_CHECKING:
     import torch
@@ -205,14 +206,14 @@ def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict
     if isinstance(estimator, type):
         raise BatchError(f"estimator {estimator.__name__}: it is a class. Pass an instance, {estimator.__name__}(...)")
     label = f"estimator {type(estimator).__name__}"
-    try:
-        found: object = estimator(columns)
-    except HybridFlowError:
-        raise
-    except Exception as error:
+
+    def describe(error: BaseException) -> BatchError:
         undeclared = isinstance(error, KeyError) and error.args and error.args[0] not in columns
         hint = f"\n  its reads are {describe_names(estimator.reads)}" if undeclared else ""
-        raise BatchError(f"{label} raised {describe_raised(error)}{hint}") from error
+        return BatchError(f"{label} raised {describe_raised(error)}{hint}")
+
+    with raised_as(describe):
+        found: object = estimator(columns)
     if not isinstance(found, Mapping):
         raise BatchError(f"{label}: it returned {show(found)}. Return a dict of tensors by the names of writes")
     if set(found) != set(estimator.writes):

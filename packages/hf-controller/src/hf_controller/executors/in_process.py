@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.default_group import join_default_group, seed_generators
@@ -22,6 +24,7 @@ from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_wo
 from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
 from hf_protocols.arguments import show
+from hf_protocols.foreign_code import Caught, raised_as
 
 if TYPE_CHECKING:
     from hf_controller.rank_host import RankHost
@@ -116,14 +119,10 @@ def _copy_arguments(call: Call) -> Call:
     given = {f"number {number}": value for number, value in enumerate(call.args, 1)} | dict(call.kwargs)
     copies = []
     for name, value in given.items():
-        try:
-            stays = isinstance(value, BatchArgument | StoredArgument)
+        stays = isinstance(value, BatchArgument | StoredArgument)
+        label = f"{call.role}.{call.method}: the argument {name}, a {type(value).__name__}"
+        with raised_as(partial(_describe_uncopied, label)):
             copies.append(value if stays else copy_object(value))
-        except Exception as error:
-            raise ProtocolError(
-                f"{call.role}.{call.method}: the argument {name}, a {type(value).__name__}, cannot be copied for a "
-                f"rank ({error})"
-            ) from error
     positional = len(call.args)
     return call._replace(
         args=tuple(copies[:positional]), kwargs=dict(zip(call.kwargs, copies[positional:], strict=True))
@@ -139,12 +138,16 @@ class _LocalRank(NamedTuple):
     def run(self, call: Call) -> tuple[Outcome, CallReport]:
         with self.stream.drawn():
             outcome, report = self.host.run(call)
-        try:
+        with Caught() as caught:  # an object's own copying may raise anything
             return _copy_outcome(outcome), report
-        except Exception as error:  # noqa: BLE001 - an object's own copying may raise anything
-            origin = f"call {call.call_id}"
-            failure = Failure.of(error, role=call.role, method=call.method, rank=report.span.rank, origin=origin)
-            return failure, report._replace(failure=failure, span=report.span._replace(failed=True))
+        assert caught.error is not None
+        origin = f"call {call.call_id}"
+        failure = Failure.of(caught.error, role=call.role, method=call.method, rank=report.span.rank, origin=origin)
+        return failure, report._replace(failure=failure, span=report.span._replace(failed=True))
+
+
+def _describe_uncopied(label: str, error: BaseException) -> ProtocolError:
+    return ProtocolError(f"{label}, cannot be copied for a rank ({error})")
 
 
 def _raise_interrupt(failure: Failure) -> None:
@@ -195,16 +198,15 @@ class InProcessExecutor(Executor):
         joining = [role for role, spec in specs.items() if spec.worker.needs_process_group]
         if pool.num_slots == 1 and joining:
             self._join_default_group(pool, joining)
-        try:
+        with ExitStack() as undo:
+            undo.callback(lambda: self._close([group for group in groups.values() if group in self._hosts]))
             for together in [specs] if fused else [{role: specs[role]} for role in specs]:
                 hosts: list[_LocalRank] = []
                 self._hosts.update({groups[role]: hosts for role in together})
                 for rank in range(pool.num_slots):
                     with self._guard.watching():
                         hosts.append(self._build_rank(pool, together, rank))
-        except BaseException:
-            self._close([group for group in groups.values() if group in self._hosts])
-            raise
+            undo.pop_all()
         return groups
 
     def wait_until_ready(self) -> None:
@@ -290,13 +292,12 @@ class InProcessExecutor(Executor):
                 seed=spec.seed,
                 pool=pool.name,
             )
-            try:
-                with stream.drawn(), self._as_rank(rank, pool.num_slots):
-                    seed_generators(spec.seed)
-                    workers[role] = construct_worker(spec, context)
-            except (Exception, SystemExit) as error:
+            with Caught(also=(SystemExit,)) as caught, stream.drawn(), self._as_rank(rank, pool.num_slots):
+                seed_generators(spec.seed)
+                workers[role] = construct_worker(spec, context)
+            if caught.error is not None:
                 close_workers(workers, rank)
-                raise Failure.of(error, role=role, method="__init__", rank=rank).to_error() from error
+                raise Failure.of(caught.error, role=role, method="__init__", rank=rank).to_error() from caught.error
         name = "+".join(specs)
         host = RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
         return _LocalRank(host, stream)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from hf_protocols.foreign_code import Caught
+
 __all__ = ["RandomStream", "copy_object"]
 
 
@@ -65,7 +67,6 @@ def copy_object(value: Any) -> Any:
     """A copy that shares nothing that can be changed with ``value``; raises what its copying and pickling raise."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    try:
+    with Caught():  # a tensor inside a graph can only be pickled
         return copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - a value's own copying may raise anything; a tensor inside a graph can be pickled
-        return pickle.loads(pickle.dumps(value))
+    return pickle.loads(pickle.dumps(value))

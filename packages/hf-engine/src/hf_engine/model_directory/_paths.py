@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_engine.model_directory._borders import one_line
 from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ModelError
+from hf_protocols.foreign_code import raised_as
 
 __all__ = ["find_file", "find_model", "is_hub_name", "label_of"]
 
@@ -98,13 +99,11 @@ def _fetch(model: str, name: str, patterns: list[str]) -> Path:
         raise ModelError(
             f"{name}: no such directory, and a name on the hub needs huggingface-hub: pip install huggingface-hub"
         ) from None
-    try:
+    with raised_as(lambda error: ModelError(f"{name}: no such directory, and {_why_not_fetched(error)}")):
         return Path(snapshot_download(model, allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises errors of its own, of httpx and of the system
-        raise ModelError(f"{name}: no such directory, and {_why_not_fetched(error)}") from error
 
 
-def _why_not_fetched(error: Exception) -> str:
+def _why_not_fetched(error: BaseException) -> str:
     kinds = {each.__name__ for each in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return "the hub lets nobody fetch it who has not accepted its terms. Accept them and run `hf auth login`"

@@ -22,6 +22,7 @@ from hf_algorithms.rewards._results import CallScores, WrongResult, read_result
 from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.users_code import describe_raised
 from hf_controller import Terminated
+from hf_protocols.foreign_code import Caught
 
 __all__ = [
     "ALL_AT_ONCE",
@@ -95,10 +96,11 @@ def initialize(loaders: Sequence[bytes], progress: mmap.mmap, host_pid: int, clo
     _progress = progress
     _functions.clear()
     for loader in loaders:
-        try:
+        with Caught(also=(SystemExit,)) as caught:
             _functions.append(pickle.loads(loader).load())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's module; every call reports it
-            _functions.append(RaisedCall(f"{describe_raised(error)}\n  while it was loaded in a process of the pool"))
+        if caught.error is not None:  # every call reports it
+            reason = f"{describe_raised(caught.error)}\n  while it was loaded in a process of the pool"
+            _functions.append(RaisedCall(reason))
 
 
 def run_chunk(calls: Calls, slot: int, budget_s: float) -> ChunkResult:

@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
 from hf_protocols import PoolError, read_machine_limits
 from hf_protocols.arguments import show
+from hf_protocols.foreign_code import raised_as
 
 __all__ = ["Cluster"]
 
@@ -87,7 +89,8 @@ class Cluster:
                     **dict.fromkeys(_CONNECTION_LIMITS, _PATIENCE_MS),
                 },
             }
-        try:
+        with ExitStack() as undo:
+            undo.push(self._stop_after)
             with quiet_ray(), _in_process_groups_of_their_own() as started:
                 if is_local:
                     self._start(options)
@@ -95,13 +98,13 @@ class Cluster:
                 else:
                     _join(address, options)
                     self._gcs = Reachability(ray.get_runtime_context().gcs_address)
-        except SystemExit as end:
-            self.stop()
+            undo.pop_all()
+
+    def _stop_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.stop(keeps_logs=isinstance(error, PoolError))
+        if isinstance(error, SystemExit) and error.code == signal.SIGTERM:
             # Ray's own handler, which it has while it starts, exits with the signal's number.
-            raise SystemExit(128 + signal.SIGTERM if end.code == signal.SIGTERM else end.code) from None
-        except BaseException as error:
-            self.stop(keeps_logs=isinstance(error, PoolError))
-            raise
+            raise SystemExit(128 + signal.SIGTERM) from None
 
     def check(self) -> None:
         """Refuse to go on without the cluster's own processes.
@@ -144,19 +147,21 @@ class Cluster:
             self._watchdog.dismiss(keeps_logs=keeps_logs)
 
     def _start(self, options: dict[str, Any]) -> None:
-        try:
+        given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
+        with raised_as(partial(self._describe_start, given)):
             self._watchdog = Watchdog(options["_temp_dir"])
             ray.init(address="local", **options)
-        except ValueError as error:
-            given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
-            raise PoolError(f"Ray starts no cluster with {given}: {error}") from error
-        except Exception as error:  # the border to Ray, whose start raises errors of many kinds
-            logs = self._watchdog.find_sessions() if self._watchdog is not None else []
-            where = f"see Ray's logs in {logs[-1]}/logs, and " if logs else ""
-            raise PoolError(
-                f"the local Ray cluster did not start: {type(error).__name__}: {_in_one_line(error)}. For the reason "
-                f"{where}the limits of this machine (hybridflow doctor)"
-            ) from error
+
+    def _describe_start(self, given: Mapping[str, Any], error: BaseException) -> PoolError:
+        """Says why Ray's start, which raises errors of many kinds, failed."""
+        if isinstance(error, ValueError):
+            return PoolError(f"Ray starts no cluster with {given}: {error}")
+        logs = self._watchdog.find_sessions() if self._watchdog is not None else []
+        where = f"see Ray's logs in {logs[-1]}/logs, and " if logs else ""
+        return PoolError(
+            f"the local Ray cluster did not start: {type(error).__name__}: {_in_one_line(error)}. For the reason "
+            f"{where}the limits of this machine (hybridflow doctor)"
+        )
 
 
 class _JobWithoutPath(JobConfig):
@@ -171,20 +176,21 @@ class _JobWithoutPath(JobConfig):
 
 def _join(address: str, options: dict[str, Any]) -> None:
     host, colon, port = address.rpartition(":")
-    try:
+    with raised_as(partial(_describe_join, address)):
         if colon and port.isdigit() and "://" not in address:
             # Ray itself tries for minutes.
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_TIMEOUT_S).close()
         ray.init(address=address, **options)
-    except ValueError as error:
-        raise PoolError(f"Ray joins no cluster with address={show(address)}: {error}") from error
-    except Exception as error:  # the border to Ray, whose client raises errors of many kinds
-        raise PoolError(
-            f"cannot connect to a Ray cluster at {show(address)} "
-            f"({_in_one_line(error.__cause__ or error)}): start it with "
-            "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and "
-            "there"
-        ) from error
+
+
+def _describe_join(address: str, error: BaseException) -> PoolError:
+    """Says why Ray's client, which raises errors of many kinds, joined no cluster."""
+    if isinstance(error, ValueError):
+        return PoolError(f"Ray joins no cluster with address={show(address)}: {error}")
+    return PoolError(
+        f"cannot connect to a Ray cluster at {show(address)} ({_in_one_line(error.__cause__ or error)}): start it with "
+        "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
+    )
 
 
 def _in_one_line(error: BaseException) -> str:
@@ -212,15 +218,18 @@ def _in_process_groups_of_their_own() -> Iterator[list[subprocess.Popen[Any]]]:
         return started[-1]
 
     services.ConsolePopen = start_apart  # type: ignore[misc,assignment]
-    try:
-        yield started
-    except BaseException:
-        with shielded():
-            ray.shutdown()  # first: Ray's client may end a program whose cluster is gone
-            _end_groups(started)
-        raise
-    finally:
-        services.ConsolePopen = start  # type: ignore[misc]
+    with ExitStack() as undo:
+        undo.callback(setattr, services, "ConsolePopen", start)
+        with ExitStack() as undo_start:
+            undo_start.callback(_end_start, started)
+            yield started
+            undo_start.pop_all()
+
+
+def _end_start(started: Sequence[subprocess.Popen[Any]]) -> None:
+    with shielded():
+        ray.shutdown()  # first: Ray's client may end a program whose cluster is gone
+        _end_groups(started)
 
 
 def _end_groups(started: Sequence[subprocess.Popen[Any]]) -> None:

@@ -6,6 +6,7 @@ import functools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
@@ -130,16 +131,19 @@ class RayExecutor(Executor):
             placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
             self._occupied[pool] = OccupiedPool(placed)
         built: list[HostSet] = []
-        try:
+
+        def undo(_kind: object, error: BaseException | None, _trace: object) -> None:
+            if error is not None:
+                error.add_note(self._end(pool, built, orderly=False))
+
+        with ExitStack() as stack:
+            stack.push(undo)
             for each in packed:
                 built.append(self._start(pool, each))
                 self._host_sets |= {groups[role]: built[-1] for role in each.roles}
             undone = self._await_ready(built) if wait else None
             if undone is not None:
                 raise undone.error
-        except BaseException as error:
-            error.add_note(self._end(pool, built, orderly=False))
-            raise
         return groups
 
     def wait_until_ready(self) -> None:
@@ -169,12 +173,11 @@ class RayExecutor(Executor):
         undone = self._await_ready(host_sets)
         if undone is not None:
             raise undone.error
-        try:
-            self._join(joinings, host_sets)
-        except BaseException:  # Ctrl-C too
+        with ExitStack() as undo:
             for each, host_set in zip(joinings, host_sets, strict=True):
-                host_set.give_up(each)
-            raise
+                undo.callback(host_set.give_up, each)
+            self._join(joinings, host_sets)
+            undo.pop_all()
         for each, host_set, other in zip(joinings, host_sets, reversed(host_sets), strict=True):
             host_set.keep_connection(each.role, name, other)
 

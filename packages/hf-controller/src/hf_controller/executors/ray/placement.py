@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -81,7 +82,8 @@ def place(
     groups: dict[int, PlacementGroup] = {}
     taken: list[str] = []
     deadline_s = time.monotonic() + timeout_s
-    try:
+    with ExitStack() as undo:
+        undo.callback(lambda: _remove(groups.values()))
         # The largest first: it finds room on the fewest machines.
         for machine in sorted(range(len(pool.slots)), key=lambda machine: -pool.slots[machine]):
             bundles = [unit] * pool.slots[machine]
@@ -95,9 +97,7 @@ def place(
                 if time.monotonic() > deadline_s:
                     raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
             taken += placement_group_table(group)["bundles_to_node_id"].values()
-    except BaseException:
-        _remove(groups.values())
-        raise
+        undo.pop_all()
     return PlacedPool(pool, [groups[machine] for machine in range(len(pool.slots))])
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from ray import cloudpickle
 from hf_controller.worker import WorkerSpec
 from hf_protocols import ProtocolError
 from hf_protocols.arguments import show
+from hf_protocols.foreign_code import Caught, raised_as
 
 __all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "list_import_path", "pack_roles"]
 
@@ -35,30 +37,32 @@ def pack_roles(roles: Mapping[str, WorkerSpec]) -> PackedRoles:
         ProtocolError: for an argument or a class that cannot be pickled, or variables on which the roles disagree.
     """
     environment = _merge_environments(roles)
-    try:
+    with raised_as(partial(_describe_unpicklable, roles)):
         return PackedRoles(roles, _pickle_specs(roles), environment)
-    except Exception as error:
-        for role, spec in roles.items():
-            found = find_unpicklable(spec.kwargs)
-            if found is not None:
-                raise ProtocolError(
-                    f"{role}: the argument {found} of {spec.worker.__name__} cannot travel to another process "
-                    f"({error}): give what the worker can build it from"
-                ) from error
-        classes = ", ".join(f"{role}: {spec.worker.__qualname__}" for role, spec in roles.items())
-        raise ProtocolError(
-            f"{classes} cannot travel to another process ({type(error).__name__}: {error}): what a worker's class "
-            "reads from its module or from around it travels with it, unless other processes can import the module; "
-            "make it in the worker's constructor"
-        ) from error
+
+
+def _describe_unpicklable(roles: Mapping[str, WorkerSpec], error: BaseException) -> ProtocolError:
+    for role, spec in roles.items():
+        found = find_unpicklable(spec.kwargs)
+        if found is not None:
+            return ProtocolError(
+                f"{role}: the argument {found} of {spec.worker.__name__} cannot travel to another process "
+                f"({error}): give what the worker can build it from"
+            )
+    classes = ", ".join(f"{role}: {spec.worker.__qualname__}" for role, spec in roles.items())
+    return ProtocolError(
+        f"{classes} cannot travel to another process ({type(error).__name__}: {error}): what a worker's class "
+        "reads from its module or from around it travels with it, unless other processes can import the module; "
+        "make it in the worker's constructor"
+    )
 
 
 def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = cloudpickle.dumps) -> str | None:
     """Name and type of the first value that ``dump`` cannot pickle."""
     for name, value in named.items():
-        try:
+        with Caught() as caught:  # a value's own pickling may raise anything
             dump(value)
-        except Exception:  # noqa: BLE001 - a value's own pickling may raise anything
+        if caught.error is not None:
             return f"{name}, a {type(value).__name__},"
     return None
 

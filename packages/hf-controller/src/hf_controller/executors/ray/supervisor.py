@@ -200,6 +200,7 @@ class Supervisor:
         return dead is not None
 
     def _end_of_process(self, host_set: HostSet, process: HostProcess, error: RayError | None) -> None:
+        self._await_last_answers(host_set, process.rank)
         ran = next((c for c in self._calls.values() if c.host_set is host_set and _was_ended(c, process.rank)), None)
         last = process.last_call.split(" ")[-1]
         role, _, method = f"{ran.role}.{ran.method}".partition(".") if ran else last.partition(".")
@@ -212,6 +213,14 @@ class Supervisor:
             error=error,
         )
         self._end(host_set, found)
+
+    def _await_last_answers(self, host_set: HostSet, rank: int) -> None:
+        """A process's end is seen at once; that it had answered its earlier calls is known a moment later."""
+        calls = [call for call in self._calls.values() if call.host_set is host_set and rank in call.find_unread()]
+        if calls:
+            handles = [call.find_unread()[rank] for call in calls]
+            ray.wait(handles, num_returns=len(handles), timeout=_SETTLING_S)
+            self._read_answers(calls)
 
     def _find_running(self, host_set: HostSet, rank: int) -> CallState | None:
         """The first call that a rank was given and has not answered, or that has just failed there."""

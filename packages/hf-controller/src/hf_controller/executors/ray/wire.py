@@ -22,6 +22,7 @@ from hf_controller.results import Metrics
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import Shard
 from hf_protocols import ProtocolError
+from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from hf_controller.results import Outcome
@@ -82,16 +83,16 @@ def pack_call(call: Call) -> PackedCall:
         return PackedCall(pickle.dumps(tuple(call), protocol=pickle.HIGHEST_PROTOCOL), [], [])
     target = io.BytesIO()
     pickler = _CallPickler(target)
-    try:
+    with Caught() as caught:
         pickler.dump(tuple(call))  # type: ignore[no-untyped-call]
-    except Exception as error:
+    if caught.error is not None:
         named = {f"number {number + 1}": value for number, value in enumerate(call.args)} | dict(call.kwargs)
         found = find_unpicklable(named, _CallPickler(io.BytesIO()).dump)
         if found is None:
-            raise
+            raise caught.error
         raise ProtocolError(
-            f"{call.role}.{call.method}: the argument {found} cannot travel to another process ({error})"
-        ) from error
+            f"{call.role}.{call.method}: the argument {found} cannot travel to another process ({caught.error})"
+        ) from caught.error
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 

@@ -11,6 +11,7 @@ from hf_engine.backends._shard import Shard
 from hf_engine.backends.sglang._adapters import unwrapped
 from hf_engine.backends.sglang._staging import read_staging, write_report
 from hf_protocols.errors import ReshardError
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["load_staged"]
 
@@ -28,10 +29,10 @@ def load_staged(model: Any, messages: Sequence[tuple[str, torch.Tensor]]) -> Non
     ((description, _),) = messages
     memory, found = read_staging(description)
     shards = [(name, Shard(name, shape, box, part)) for name, shape, box, part in found]
-    try:
+    with Caught() as caught:
         with unwrapped(model):
             model.load_weights(iter(shards))
         if unused := sorted(name for name, shard in shards if not shard.is_used):
             raise ReshardError(f"SGLang's {type(model).__name__} has no place for the parameters {unused}")
-    except Exception as error:  # noqa: BLE001 - reported to the rank that sent the shards
-        write_report(memory, f"{type(error).__name__}: {error}")
+    if caught.error is not None:  # the rank that sent the shards reads it
+        write_report(memory, f"{type(caught.error).__name__}: {caught.error}")

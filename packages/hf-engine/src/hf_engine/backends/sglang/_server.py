@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from hf_engine.backends.sglang._session import end_session
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["Server", "main"]
 
@@ -139,10 +140,10 @@ def main() -> None:
             method, arguments, options = pickle.loads(connection.recv_bytes())
         except EOFError:
             break
-        try:
+        with Caught() as caught:
             answer = True, getattr(server, method)(*arguments, **options)
-        except Exception as error:  # noqa: BLE001 - reported to the rank
-            answer = False, f"{type(error).__name__}: {error}"
+        if caught.error is not None:
+            answer = False, f"{type(caught.error).__name__}: {caught.error}"
         connection.send_bytes(pickle.dumps(answer))
     _end(directory)
 

@@ -35,6 +35,7 @@ from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_protocols.errors import BackendError
+from hf_protocols.foreign_code import raised_as
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 
@@ -155,17 +156,20 @@ class Engine:
             hf_overrides=config_overrides(files),
             **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
-        try:
-            with ExitStack() as undo, families_as_trained():
-                undo.callback(destroy_groups)
-                self._engine = LLMEngine.from_engine_args(arguments)
-                undo.pop_all()
-        except Exception as error:  # vLLM and what it builds on raise errors of many kinds
-            raise BackendError(
-                f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
-                f"(raise it if the cache is too small, lower it if there is less memory), "
-                f"max_positions={positions}: {error}"
-            ) from error
+        with (
+            raised_as(  # vLLM and what it builds on raise errors of many kinds
+                lambda error: BackendError(
+                    f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
+                    f"(raise it if the cache is too small, lower it if there is less memory), "
+                    f"max_positions={positions}: {error}"
+                )
+            ),
+            ExitStack() as undo,
+            families_as_trained(),
+        ):
+            undo.callback(destroy_groups)
+            self._engine = LLMEngine.from_engine_args(arguments)
+            undo.pop_all()
         # It would destroy the default process group, which is the caller's; `close` does the rest of it.
         self._engine.engine_core._finalizer.detach()
         layers = self._engine.vllm_config.compilation_config.static_forward_context.values()
