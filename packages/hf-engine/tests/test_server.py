@@ -187,9 +187,9 @@ def replace_timeout(backend, timeout_s):
 
 def lose_the_server(model, url, pid):
     """Killed with all of its processes while it generates."""
-    backend = build(model, url)
+    backend = build(model, url, restart_timeout_s=1.0)
     threading.Timer(0.3, os.killpg, (pid, signal.SIGKILL)).start()
-    with pytest.raises(BackendError, match=r"hung up in /\S+ \(.*\): .* build the backend again|nothing answers at"):
+    with pytest.raises(BackendError, match=r"(hung up in /\S+ |nothing answers at ).*restart_timeout_s = 1$"):
         generate_without_end(backend)
     wait_until_nobody_listens(url)
     with pytest.raises(BackendError, match=r"nothing answers at http://127.0.0.1:\d+ .*: start the server there"):
@@ -238,6 +238,32 @@ def test_what_does_not_fit_is_refused(alone, started, tmp_path):
     if started.engine == "vllm":
         alone.run(refuse_tied, started.server.url, tmp_path)
     alone.run(use_wrongly, started.engine, started.model, started.server.url, deadline_s=200)
+
+
+def outlive_the_server(model, trained, url, pid):
+    """It is killed after an update, and started again with the weights that it had before."""
+    backend = build(model, url, restart_timeout_s=390.0)
+    send(backend, trained, 2)
+    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
+    before = backend.generate(prompts, GREEDY)
+    os.killpg(pid, signal.SIGKILL)
+    after = backend.generate(prompts, GREEDY)
+    assert [row.tolist() for row in rows_of(after["response_ids"])] == [
+        row.tolist() for row in rows_of(before["response_ids"])
+    ]
+    assert after["weight_version"].tolist() == [2] * 4
+    backend.close()
+
+
+def test_a_server_that_is_started_again_goes_on_with_the_last_weights(alone, started, tmp_path):
+    server, tied = started.server, {"num_key_value_heads": 2, "tie_embeddings": started.engine == "sglang"}
+    trained = write_tiny_model(tmp_path / "trained", seed=5, **tied)
+    starting = threading.Timer(5.0, lambda: (server.close(), server.__enter__()))
+    starting.start()
+    try:
+        alone.run(outlive_the_server, started.model, trained, server.url, server.pid, deadline_s=480)
+    finally:
+        starting.join()
 
 
 def test_a_killed_server_is_one_typed_error(alone, started):

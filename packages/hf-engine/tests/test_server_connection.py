@@ -177,7 +177,7 @@ def hang_up(handler):
 
 @pytest.mark.parametrize("answer", [hang_up, lambda handler: handler.connection.close()])
 def test_a_server_that_hangs_up_is_one_typed_error(answer):
-    with listening(answer) as url, pytest.raises(BackendError, match=rf"{url} hung up in /generate \(.*build the back"):
+    with listening(answer) as url, pytest.raises(BackendError, match=rf"{url} hung up in /generate \(.*Start it again"):
         connect(url).post("/generate", {})
 
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from hf_engine.backends._build_arguments import check_rollout_arguments
 from hf_engine.backends._engine_rules import require_known_layout
 from hf_engine.backends._loading import check_complete, check_shards, check_version
 from hf_engine.backends._replica import require_process_group
-from hf_engine.backends.server._connection import Connection, expected_form
+from hf_engine.backends.server._again import find_again
+from hf_engine.backends.server._connection import Connection, LostServerError, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
 from hf_engine.backends.server._files import WeightFiles
 from hf_engine.backends.server._identify import identify
@@ -35,7 +36,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
-from hf_protocols.arguments import show
+from hf_protocols.arguments import check_seconds, show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServerBackend"]
 
+Result = TypeVar("Result")
+
 _STOP, _LENGTH = 0, 1
 
 
@@ -52,7 +55,8 @@ class ServerBackend:
     """Generation by SGLang or vLLM servers that the user started; see `RolloutBackend` for what every method means.
 
     Rank r asks server r modulo their number. The servers draw with their own numbers, from a seed of ours for every
-    sample. New weights go through safetensors files in a directory that the ranks and the servers share.
+    sample. New weights go through safetensors files in a directory that the ranks and the servers share. A server that
+    was lost, and is started again at its URL, gets the last weights and the requests that it did not answer.
 
     Supports `gen_tp_size = gen_pp_size = 1`, whatever the layout inside a server, and models whose parameters
     `ModelShape` knows.
@@ -64,6 +68,8 @@ class ServerBackend:
         self,
         server: Dialect,
         *,
+        find: Callable[[], Dialect],
+        restart_timeout_s: float,
         num_servers: int,
         some_can_release: bool,
         directory: Path,
@@ -73,6 +79,8 @@ class ServerBackend:
     ) -> None:
         facts = server.facts
         self._server = server
+        self._find = find
+        self._restart_timeout_s = restart_timeout_s
         self._speaks = dist.get_rank() < num_servers
         self._directory = directory
         self._files = files
@@ -103,6 +111,7 @@ class ServerBackend:
         reproducible: bool = True,
         connect_timeout_s: float = 10.0,
         timeout_s: float = 3600.0,
+        restart_timeout_s: float = 60.0,
     ) -> ServerBackend:
         """Finds the servers and compares them with the model. Collective over the ranks of the default process group.
 
@@ -117,6 +126,7 @@ class ServerBackend:
             reproducible: refuse servers that do not draw from the seeds that they are given.
             connect_timeout_s: deadline for a server to take a connection, and to say what it is.
             timeout_s: deadline of every request, one whole `generate` or one update of weights.
+            restart_timeout_s: deadline for a server that was lost to answer at its URL again; 0: none is waited for.
 
         Raises:
             BackendError: on every rank, if a server does not answer, is none of a supported version, or has another
@@ -126,6 +136,7 @@ class ServerBackend:
         with together("no rank asks a server"):
             check_rollout_arguments(topology, seed)
             check_ranks(topology, urls)
+            _check_restart(restart_timeout_s)
         url = urls[dist.get_rank() % len(urls)]
 
         with together("no rank asks a server"):
@@ -134,8 +145,9 @@ class ServerBackend:
             directory, shape = files.path, require_known_layout(files)
             key = read_key(api_key_variable)
             connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
+            find = partial(identify, connection, files.dtype or "float32")
             with expected_form(url):
-                server = identify(connection, files.dtype or "float32")
+                server = find()
                 check_model(server, files, shape)
             if reproducible and not server.facts.has_seeds:
                 raise BackendError(
@@ -152,6 +164,8 @@ class ServerBackend:
             raise BackendError(f"the servers {list(urls)} compute in {[*dtypes]}: start them with one --dtype")
         return cls(
             server,
+            find=find,
+            restart_timeout_s=restart_timeout_s,
             num_servers=len(urls),
             some_can_release=any(can_release),
             directory=directory,
@@ -165,6 +179,7 @@ class ServerBackend:
         """Refuses URLs and deadlines that reach no server, and a directory that is missing; see `ChecksOptions`."""
         urls = options.get("urls", ())
         check_urls(urls)
+        _check_restart(options.get("restart_timeout_s", 0.0))
         names = ("connect_timeout_s", "timeout_s")
         for url in urls:
             connection = Connection(url, **{name: options.get(name, 1.0) for name in names})  # connects with a request
@@ -237,11 +252,11 @@ class ServerBackend:
             check_version(version)
             check_complete(self._layout, dist.get_rank(), self._loaded)
         if self._loaded is None:
-            self._speak("the weights were not committed", self._server.flush)
+            self._speak("the weights were not committed", lambda server: server.flush())
         else:
             self._stamp = self._files.stamp
-            load = partial(self._server.load_weights, self._files.folder, self._stamp)
-            self._speak("the weights were not committed", load)
+            folder, stamp = self._files.folder, self._stamp
+            self._speak("the weights were not committed", lambda server: server.load_weights(folder, stamp))
             self._loaded = None
             self._is_complete = True
         self._weight_version = version
@@ -259,7 +274,7 @@ class ServerBackend:
         seeds = draw_seeds(batch["row_id"], sampling).tolist()
         stops = sorted(self._stops | set(sampling.stop_token_ids))
         with expected_form(self._server.facts.url):
-            samples = self._server.generate(prompts, seeds, sampling, stops) if prompts else []
+            samples = self._ask(lambda server: server.generate(prompts, seeds, sampling, stops)) if prompts else []
         self._check_stamps(samples)
         if strings is not None:
             samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
@@ -290,22 +305,33 @@ class ServerBackend:
         """Removes the files. The servers run on, with the weights that they have."""
         self._files.close()
 
-    def _free(self) -> None:
+    def _free(self, server: Dialect) -> None:
         """A server is asked once: SGLang's ends where it is asked twice."""
-        if self._server.facts.can_release and not self._has_freed:
-            self._server.release()
+        if server.facts.can_release and not self._has_freed:
+            server.release()
             self._has_freed = True
 
-    def _take_again(self) -> None:
+    def _take_again(self, server: Dialect) -> None:
         if self._has_freed:
-            self._server.resume()
+            server.resume()
             self._has_freed = False
 
-    def _speak(self, outcome: str, action: Callable[[], None]) -> None:
+    def _speak(self, outcome: str, action: Callable[[Dialect], None]) -> None:
         """Does it on one rank of every server, and raises on all what any could not do."""
         with together(outcome), expected_form(self._server.facts.url):
             if self._speaks:
-                action()
+                self._ask(action)
+
+    def _ask(self, action: Callable[[Dialect], Result]) -> Result:
+        """Asks the server; one that is gone and is started again in time is asked once more, with the last weights."""
+        try:
+            return action(self._server)
+        except LostServerError as lost:
+            self._server = find_again(self._find, self._server.facts, lost, restart_timeout_s=self._restart_timeout_s)
+        self._has_freed = False
+        if self._server.facts.stamp != self._stamp:
+            self._server.load_weights(self._files.folder, self._stamp)
+        return action(self._server)
 
     def _freed_bytes(self) -> int:
         return self._cache_bytes if self._has_freed else 0
@@ -326,3 +352,7 @@ class ServerBackend:
                 f"servers of its own "
                 "and build the backend again"
             )
+
+
+def _check_restart(restart_timeout_s: float) -> None:
+    check_seconds(BackendError, "rollout.options.restart_timeout_s", restart_timeout_s)

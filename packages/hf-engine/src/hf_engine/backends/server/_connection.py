@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from hf_protocols.arguments import check_number, check_seconds, show
 from hf_protocols.errors import BackendError
 
-__all__ = ["Connection", "expected_form"]
+__all__ = ["Connection", "LostServerError", "expected_form"]
 
 _PORTS = {"http": 80, "https": 443}
 _LEAST_BYTES = 16 << 20
@@ -25,6 +25,10 @@ _LEAST_BYTES = 16 << 20
 _TOKEN_BYTES = 1 << 10
 """For each token at most: its id, its log-prob and its text, with the names of their fields."""
 _PIECE_BYTES = 1 << 20
+
+
+class LostServerError(BackendError):
+    """A server that does not take a connection, or ended one in the middle of a request."""
 
 
 class Connection:
@@ -141,9 +145,9 @@ class Connection:
                     f"rollout.options.{knob} if it only needs more time"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
-                raise BackendError(
+                raise LostServerError(
                     f"the server at {self.url} hung up in {path} ({type(error).__name__}: {error}): its own log says "
-                    "why; start it again and build the backend again"
+                    "why. Start it again"
                 ) from error
         return response.status, _decode(received)
 
@@ -167,7 +171,7 @@ class Connection:
         try:
             connection.connect()
         except (OSError, UnicodeError) as error:
-            raise BackendError(
+            raise LostServerError(
                 f"nothing answers at {self.url} in {self._connect_timeout_s:g} s ({error}): start the server there, or "
                 "give its address in rollout.options.urls"
             ) from error

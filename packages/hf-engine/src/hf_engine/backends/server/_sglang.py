@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._engine_rules import SGLANG_EXPERTS
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import Connection, LostServerError
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
@@ -88,6 +88,8 @@ class SglangServer:
         body = {"model_path": str(directory), "weight_version": stamp, "load_format": "safetensors"}
         try:
             self._connection.post("/update_weights_from_disk", body)
+        except LostServerError:
+            raise
         except BackendError as error:
             raise ReshardError(f"{self.facts.name} did not take the weights in {directory}: {error}") from error
         found = self._connection.get("/model_info")["weight_version"]

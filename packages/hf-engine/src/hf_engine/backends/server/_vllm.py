@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import Connection, LostServerError
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
@@ -120,6 +120,8 @@ class VllmServer:
                 post("/update_weight_version", {"new_version": stamp})
                 undo.pop_all()
             post("/resume")
+        except LostServerError:
+            raise
         except BackendError as error:
             raise ReshardError(f"{self.facts.name} did not take the weights in {directory}: {error}") from error
         self.flush()
