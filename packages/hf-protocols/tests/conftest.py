@@ -18,7 +18,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def draw_topology(draw: st.DrawFn, *, generates: bool | None = None) -> Topology:
-    """Any topology of at most 64 ranks; ``generates=None`` leaves the generation layout to chance."""
+    """Any topology of at most 64 ranks; `generates=None` leaves the generation layout to chance."""
     sizes, room = [], MAX_RANKS
     for _ in range(4):
         sizes.append(draw(st.integers(1, room)))
@@ -39,12 +39,12 @@ def draw_topology(draw: st.DrawFn, *, generates: bool | None = None) -> Topology
 
 @pytest.fixture(scope="session")
 def topologies() -> Callable[..., st.SearchStrategy[Topology]]:
-    """The strategy above, for tests that draw from it with ``data.draw(topologies())``."""
+    """The strategy above, for tests that draw from it with `data.draw(topologies())`."""
     return draw_topology
 
 
 def _holds_training_shard(topology: Topology, rank: int) -> bool:
-    """Whether the layers and the columns that a rank trains are among those it generates with."""
+    """True if the layers and columns that a rank trains are among those with which it generates."""
     at, train, gen = topology.coordinate(rank), topology.train, topology.generation
 
     def inside(index: int, size: int, gen_index: int, gen_size: int) -> bool:

@@ -67,7 +67,7 @@ PRESETS = {
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_read_only_what_the_data_or_an_earlier_call_gives(name: str) -> None:
+def test_presets_read_data_or_columns_of_earlier_calls(name: str) -> None:
     flow = Dataflow.preset(name)
     assert flow.name == name
     known = {"row_id", "prompt_ids", "prompt_id", "group_id", "answer"}
@@ -96,7 +96,7 @@ def call(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCal
     return ModelCall(role=role, method="run", kind="function", reads=reads, writes=writes)
 
 
-def test_a_call_stands_one_level_after_the_last_writer_of_what_it_reads() -> None:
+def test_call_is_one_level_after_its_last_writer() -> None:
     first, second = call("a", ("data",), ("x",)), call("b", ("x",), ("y",))
     third, fourth = call("c", ("data",), ("z",)), call("d", ("z", "y"), ())
     flow = Dataflow(name="own", calls=(first, second, third, fourth))
@@ -138,7 +138,7 @@ def test_columns_are_names(columns: object) -> None:
 
 
 def test_a_column_that_may_lack_is_a_column() -> None:
-    """A reader of ``x?`` stands where a reader of ``x`` does; it may do without one that nobody writes."""
+    """A reader of `x?` stands where a reader of `x` does; it may do without one that nobody writes."""
     writer, reader = call("a", (), ("x",)), call("b", ("x?", "data?"), ())
     assert Dataflow(name="own", calls=(writer, reader)).stages() == ((writer,), (reader,))
     with pytest.raises(ConfigError, match=r"'x' is read by b\.run before a\.run writes it: put the writer first"):

@@ -204,7 +204,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
         ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be a whole number of at least 1"),
         ({"num_experts": 4}, "num_experts=4 with num_experts_per_token=0: give how many"),
         ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
-        ({"sliding_window": 4}, "sliding_window=4 with model_type='llama'.*remove it, or give the model_type of"),
+        ({"sliding_window": 4}, "sliding_window=4 with model_type='llama'.*Remove it, or set the model_type of"),
         ({"model_type": "gemma", "sliding_window": 4}, "sliding_window=4 with model_type='gemma'"),
         ({"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] with model_type='llama'"),
         ({"attention_chunk_size": 8192}, "attention_chunk_size=8192 with model_type='llama'"),
@@ -335,7 +335,7 @@ def _generic(**config: Any) -> ModelShape:
     return ModelShape.from_parameters({"num_layers": 2, **config}, parameters, embedding="wte", head="head")
 
 
-def test_the_generic_shape_counts_the_experts_that_a_token_visits() -> None:
+def test_generic_shape_counts_experts_that_a_token_visits() -> None:
     experts = {"moe_intermediate_size": 16, "num_experts_per_tok": 3, "intermediate_size": 99, "n_shared_experts": 2}
     shape = _generic(num_attention_heads=4, **experts)
     assert (shape.intermediate_size, shape.num_experts) == (5 * 16, 0)
@@ -344,7 +344,7 @@ def test_the_generic_shape_counts_the_experts_that_a_token_visits() -> None:
     assert _generic().intermediate_size == 4 * 32
 
 
-def test_the_generic_shape_takes_the_mean_of_latent_keys_and_values() -> None:
+def test_generic_shape_averages_latent_keys_and_values() -> None:
     latent = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "num_key_value_heads": 1}
     shape = _generic(num_attention_heads=4, **latent)
     assert (shape.num_kv_heads, shape.head_dim) == (4, 9)

@@ -161,7 +161,7 @@ def test_values_that_cannot_run_are_refused() -> None:
         make(offload="no")
     with pytest.raises(PlanError, match=r"^a model's train='1-8-1': give a ParallelSpec or None$"):
         make(train="1-8-1")
-    with pytest.raises(TopologyError, match="8 ranks cannot be cut into generation replicas"):
+    with pytest.raises(TopologyError, match="8 ranks cannot be split into generation replicas"):
         make(train=ParallelSpec(dp_size=8), generation=GenerationSpec(gen_tp_size=3))
 
 
@@ -205,7 +205,7 @@ def test_what_to_json_refuses_is_not_read(name: str) -> None:
         (("models", "actor", "offload"), "no", "models.actor: a model's offload='no': give true or false"),
         (("models", "actor", "train", "dp_size"), "2", "models.actor.train: dp_size='2' must be a whole number"),
         (("models", "critic", "train", "ep_size"), 3, "models.critic.train: ep_size=3 does not divide"),
-        (("models", "actor", "generation", "gen_tp_size"), 3, "models.actor: 16 ranks cannot be cut"),
+        (("models", "actor", "generation", "gen_tp_size"), 3, "models.actor: 16 ranks cannot be split"),
     ],
 )
 def test_a_wrong_field_or_value_is_named_with_its_place(

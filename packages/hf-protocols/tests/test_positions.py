@@ -1,4 +1,4 @@
-"""How long the context of published models is, by their config.json."""
+"""Context lengths of published models, by their config.json."""
 
 from __future__ import annotations
 

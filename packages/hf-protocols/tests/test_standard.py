@@ -151,7 +151,7 @@ def test_fewer_rows_than_chunks_names_both_numbers_and_the_knob(
 
 
 @pytest.mark.parametrize("protocol", [DP, THREE_D, THREE_D_ALL_MICRO_DP, THREE_D_PP_AS_DP])
-def test_token_weights_balance_ranks_and_keep_the_order_of_results(protocol: TransferProtocol) -> None:
+def test_token_weights_balance_ranks_and_keep_result_order(protocol: TransferProtocol) -> None:
     weights = [1000] * 12 + [100] * 28
     plain, balanced = (protocol.distribute(EIGHT, 40, given) for given in (None, weights))
 

@@ -180,11 +180,11 @@ WRONG = {
     "a row left out": (distributing(lambda chunks: [*chunks[:3], _rows(7)]), r"row \[8\] reaches no rank"),
     "rows that wander": (
         replace(DP, name="wrong", distribute=_changing([CHUNKS, CHUNKS[::-1]])),
-        "distribute answers differently twice",
+        "distribute is not repeatable",
     ),
     "collected ranks that wander": (
         replace(DP, name="wrong", collect=_changing([Collection((0, 1, 2, 3)), Collection((3, 2, 1, 0))])),
-        "collect answers differently twice",
+        "collect is not repeatable",
     ),
     "nobody collected": (collecting(), r"collects the ranks \(\): answer at least one"),
     "a rank collected twice": (
@@ -193,15 +193,21 @@ WRONG = {
     ),
     "a rank collected that does not exist": (collecting(0, 1, 2, 4), "the topology has ranks 0 to 3"),
     "a rank below zero collected": (collecting(0, 1, 2, -1), "the topology has ranks 0 to 3"),
-    "an unknown way to combine": (collecting(0, 1, 2, 3, combine="sum"), "combine='sum'.*; answer Collection"),
-    "nothing distributed": (replace(DP, name="wrong", distribute=lambda *_: None), "distribute answers None"),
-    "lists of rows": (replace(DP, name="wrong", distribute=lambda *_: [[0]] * 4), "distribute answers .*RowSelections"),
+    "an unknown way to combine": (collecting(0, 1, 2, 3, combine="sum"), r"combine='sum'.*\. Return Collection"),
+    "nothing distributed": (replace(DP, name="wrong", distribute=lambda *_: None), "distribute returned None"),
+    "lists of rows": (
+        replace(DP, name="wrong", distribute=lambda *_: [[0]] * 4),
+        "returned .*RowSelections",
+    ),
     "too few arguments taken": (replace(DP, name="wrong", distribute=lambda topology, rows: []), "raised TypeError"),
     "a function that raises": (
         replace(DP, name="wrong", distribute=lambda *_: 1 / 0),
         "distribute raised ZeroDivisionError: division by zero",
     ),
-    "a bare list collected": (replace(DP, name="wrong", collect=lambda _: [0]), r"collect answers \[0\]; answer Coll"),
+    "a bare list collected": (
+        replace(DP, name="wrong", collect=lambda _: [0]),
+        r"returned \[0\]\. Return Coll",
+    ),
     "a result not collected": (collecting(0, 1, 2), "row 7 is collected by 0 ranks, not by 1"),
     "a result collected twice": (
         replace(ONE_TO_ALL, name="wrong", collect=DP.collect),
@@ -260,13 +266,13 @@ def test_what_cannot_be_called_is_no_protocol() -> None:
 @pytest.mark.parametrize("ranks", [3, None, "0123", ([0],), (0.0, 1.0), (False, True, 2, 3), {0: 1}], ids=repr)
 def test_collected_ranks_are_a_tuple_of_whole_numbers(ranks: Any) -> None:
     wrong = replace(DP, name="wrong", collect=lambda _: Collection(ranks))
-    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect answers Collection\(ranks=.*\); answer Coll"):
+    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect returned Collection\(ranks=.*\)\. Return"):
         check_transfer_protocol(wrong, FOUR, num_rows=9)
 
 
 def test_collected_ranks_are_no_generator() -> None:
     wrong = replace(DP, name="wrong", collect=lambda _: Collection(iter(range(4))))  # type: ignore[arg-type]
-    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect answers Collection\(ranks=.*answer Coll"):
+    with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect returned Collection\(ranks=.*Return Coll"):
         check_transfer_protocol(wrong, FOUR, num_rows=9)
 
 

@@ -78,7 +78,7 @@ def test_fsdp_replicas_are_consecutive() -> None:
     assert topology.groups("micro_dp") == tuple((rank,) for rank in range(8))
 
 
-def test_sizes_that_do_not_nest_share_blocks_of_the_least_common_multiple() -> None:
+def test_unnested_sizes_share_blocks_of_the_lcm() -> None:
     topology = layout("1-2-6", "1-3", "megatron")
     assert topology.groups("gen_tp") == ((0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11))
     assert topology.groups("micro_dp") == ((0, 3), (1, 4), (2, 5), (6, 9), (7, 10), (8, 11))
@@ -155,7 +155,7 @@ def test_experts_must_divide_the_data_and_context_ranks() -> None:
 
 
 def test_replicas_must_divide_the_ranks() -> None:
-    with pytest.raises(TopologyError, match=r"8 ranks cannot be cut .* 1 \* 3 = 3 ranks: choose sizes"):
+    with pytest.raises(TopologyError, match=r"8 ranks cannot be split .* 1 \* 3 = 3 ranks: choose sizes"):
         layout("1-4-2", "1-3")
 
 

@@ -63,7 +63,7 @@ def test_groups_join_ranks_that_differ_in_nothing_else(data, topologies) -> None
 
 @exact
 @given(data=st.data())
-def test_every_replica_holds_each_shard_once_and_micro_dp_ranks_hold_the_same(data, topologies) -> None:
+def test_replicas_hold_each_shard_once(data, topologies) -> None:
     topology = data.draw(topologies(generates=True))
     gen = topology.generation
     shards = list(itertools.product(range(gen.gen_pp_size), range(gen.gen_tp_size)))
@@ -82,7 +82,7 @@ def test_every_replica_holds_each_shard_once_and_micro_dp_ranks_hold_the_same(da
 
 @exact
 @given(data=st.data())
-def test_nested_groups_stay_inside_a_training_replica_and_number_it_in_order(data, topologies) -> None:
+def test_nested_groups_number_a_training_replica_in_order(data, topologies) -> None:
     topology = data.draw(topologies(generates=True).filter(lambda topology: topology.is_nested))
     train, gen = topology.train, topology.generation
     micro_dp_size = train.pp_size * train.tp_size // (gen.gen_pp_size * gen.gen_tp_size)
@@ -97,9 +97,7 @@ def test_nested_groups_stay_inside_a_training_replica_and_number_it_in_order(dat
 
 @exact
 @given(data=st.data())
-def test_hybridflow_keeps_each_training_shard_and_gathers_it_inside_the_micro_dp_group(
-    data, topologies, holds_training_shard
-) -> None:
+def test_hybridflow_gathers_shards_inside_the_micro_dp_group(data, topologies, holds_training_shard) -> None:
     nested = topologies(generates=True).filter(lambda one: one.is_nested and one.grouping == "hybridflow")
     topology = data.draw(nested)
     train, gen = topology.train, topology.generation
@@ -117,7 +115,7 @@ def test_hybridflow_keeps_each_training_shard_and_gathers_it_inside_the_micro_dp
 
 @exact
 @given(data=st.data())
-def test_hybridflow_coordinates_are_quotients_and_rests_of_the_training_coordinates(data, topologies) -> None:
+def test_hybridflow_coordinates_are_quotients_and_rests(data, topologies) -> None:
     """Paper, section 5.3: a generation shard is a quotient; the rests number the micro-DP ranks, pp slower."""
     nested = topologies(generates=True).filter(lambda one: one.is_nested and one.grouping == "hybridflow")
     topology = data.draw(nested)
@@ -143,7 +141,7 @@ def test_vanilla_cuts_a_training_replica_into_consecutive_pieces(data, topologie
 
 @exact
 @given(data=st.data())
-def test_sizes_that_do_not_nest_take_consecutive_ranks_whatever_the_grouping(data, topologies) -> None:
+def test_unnested_sizes_use_consecutive_ranks(data, topologies) -> None:
     topology = data.draw(topologies(generates=True).filter(lambda topology: not topology.is_nested))
     size = topology.generation.replica_size
     assert topology.groups("gen_replica") == tuple(

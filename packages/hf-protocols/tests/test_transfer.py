@@ -82,7 +82,7 @@ def test_too_few_rows_are_refused_with_both_numbers_and_the_knob() -> None:
     message = r"3 rows cannot be shared by 4 ranks \(dp_size\).*at least 4 rows, or fewer ranks \(dp_size\)"
     with pytest.raises(BatchError, match=message):
         split_rows(3, 4, what="ranks (dp_size)")
-    with pytest.raises(BatchError, match="5 rows cannot be cut into 0 chunks"):
+    with pytest.raises(BatchError, match="5 rows cannot be split into 0 chunks"):
         split_rows(5, 0)
 
 
@@ -135,7 +135,7 @@ def test_copies_of_the_input_follow_one_another() -> None:
         [[0, 2, 1, 1], []],
     ],
 )
-def test_what_is_no_share_of_three_rows_follows_in_collected_order(selections: list[list[int]]) -> None:
+def test_uneven_results_follow_in_collected_order(selections: list[list[int]]) -> None:
     held = compute_held_rows(Collection((0, 1)), [RowSelection.from_rows(rows) for rows in selections], 3)
     first = len(selections[0])
     assert held == {
@@ -182,9 +182,7 @@ WHOLE = (ONE_TO_ALL, RANK_ZERO, THREE_D_PP_ONLY)
 
 @exact
 @given(data=st.data(), extra=st.integers(0, 30), seed=st.integers(0, 2**32))
-def test_every_row_reaches_the_ranks_that_the_consumers_protocol_names_once(
-    data, topologies, extra: int, seed: int
-) -> None:
+def test_rows_reach_the_consumers_ranks_once(data, topologies, extra: int, seed: int) -> None:
     """Any two groups and protocols, with token weights on either side or none: rows carry their logical number."""
     producers, consumers = data.draw(topologies(generates=True)), data.draw(topologies(generates=True))
     gives, takes = data.draw(st.sampled_from(SPLITTING)), data.draw(st.sampled_from((*SPLITTING, *WHOLE)))
@@ -282,7 +280,7 @@ def test_nothing_held_serves_nobody() -> None:
 
 
 def _draw_holdings(data, num_rows: int) -> dict[int, RowSelection]:
-    """The rows in any order, shared out among ranks 0, 1, ...; some may get none."""
+    """The rows in any order, split among ranks 0, 1, ...; some ranks may stay empty."""
     order = data.draw(st.just(list(range(num_rows))) | st.permutations(range(num_rows)))
     cuts = sorted(data.draw(st.lists(st.integers(0, num_rows), max_size=6)))
     borders = list(zip([0, *cuts], [*cuts, num_rows], strict=True))
@@ -411,7 +409,7 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
             lambda: compute_held_rows(Collection((0,)), [RowSelection.range(0, 10)], 3),
             r"^selections\[0\] has row 9, num_rows=3: give rows of the input",
         ),
-        (lambda: split_rows(3, -(10**5000)), r"^3 rows cannot be cut into \(int that cannot be shown\) chunks"),
+        (lambda: split_rows(3, -(10**5000)), r"^3 rows cannot be split into \(int that cannot be shown\) chunks"),
         (lambda: split_rows(3, 2, {1, 2, 3}), r"^weights=\{1, 2, 3\}: give one finite number"),  # type: ignore[arg-type]
         (lambda: split_rows(3, 2, {0: 1, 1: 2, 2: 3}), r"^weights=\{0: 1, 1: 2, 2: 3\}: give one"),  # type: ignore[arg-type]
         (lambda: split_rows(3, 2, b"abc"), "^weights=b'abc': give one finite number"),

@@ -70,7 +70,7 @@ def test_hybridflow_is_the_gather_inside_a_micro_dp_group(data, topologies) -> N
     assert hybridflow.peak_param_bytes <= vanilla.peak_param_bytes == ds_chat.peak_param_bytes
 
 
-def test_the_whole_model_on_every_rank_leaves_vanilla_without_redundancy() -> None:
+def test_vanilla_on_whole_models_has_no_redundancy() -> None:
     hybridflow, vanilla, _ = (compute_transition_cost(8.0, layout("2-4-1", "1-1"), method) for method in METHODS)
     assert hybridflow == vanilla
     assert vanilla.redundant_bytes == 0

@@ -11,7 +11,7 @@ __all__ = ["parse_json"]
 
 
 def parse_json(error: type[HybridFlowError], wrong: str, text: str | bytes, **hooks: Any) -> Any:
-    """What the text holds; an ``error`` that starts with ``wrong`` if it holds nothing that can be read."""
+    """Returns the value in a JSON text, or raises `error` with a message that starts with `wrong`."""
     try:
         return json.loads(text, **hooks)
     except HybridFlowError:

@@ -1,4 +1,4 @@
-"""Published model sizes, as the keys of their ``config.json``. Source: the models' own configurations."""
+"""Published model sizes, as the keys of their `config.json`. Source: the models' own configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of arguments: one error that says what was given and what is wanted, not whatever Python raises later on."""
+"""Checks of arguments: each raises one error with the given value and the wanted kind."""
 
 from __future__ import annotations
 
@@ -70,20 +70,20 @@ def _first_part(value: object) -> object:
 
 
 def are_whole(values: object) -> bool:
-    """Whether these are a list of whole numbers: True and 1.0 are none."""
+    """True if `values` is a sequence of ints; bools and floats are rejected."""
     return isinstance(values, Sequence) and all(
         hasattr(each, "__index__") and not isinstance(each, bool) for each in values
     )
 
 
 def check_kind(error: Error, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
-    """Refuse a ``value`` that is no ``kind``."""
+    """Refuses a `value` that is not a `kind`."""
     if not isinstance(value, kind):
         raise error(f"{name}={show(value)}: give {wanted}")
 
 
 def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted: str) -> tuple[Kind, ...]:
-    """The values, read once, if they are some and each is a ``kind``."""
+    """The values, read once, if they are some and each is a `kind`."""
     checked = tuple(values) if isinstance(values, Iterable) else None
     if checked is None or not all(isinstance(each, kind) for each in checked):
         raise error(f"{name}={show(values)}: give {wanted}")
@@ -97,13 +97,13 @@ def check_name(error: Error, name: str, value: object) -> None:
 
 
 def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least ``least``: True and 1.0 are none."""
+    """Refuse what is not a whole number of at least `least`: True and 1.0 are none."""
     if type(value) is not int or value < least:
         raise error(f"{name}={show(value)} must be a whole number of at least {least}")
 
 
 def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
-    """The column names, if they are some; where a column ``may_lack``, a name that ends in ``?`` says so."""
+    """The column names, if they are some; where a column `may_lack`, a name that ends in `?` says so."""
     if isinstance(columns, str):
         raise error(f"{name}={show(columns)} is one string: give a list of column names, [{show(columns)}]")
     names = tuple(columns) if isinstance(columns, Iterable) else None
@@ -117,7 +117,7 @@ def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -
 
 
 def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """Refuse what is not a finite number above 0; 0 itself is one where it ``may_be_zero``."""
+    """Refuse what is not a finite number above 0; 0 itself is one where it `may_be_zero`."""
     number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
     if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
         raise error(f"{name}={show(value)} must be a finite number {'of at least' if may_be_zero else 'above'} 0")

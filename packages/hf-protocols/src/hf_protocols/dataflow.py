@@ -21,9 +21,9 @@ CallKind = Literal["generation", "inference", "training", "function"]
 class ModelCall:
     """One node of the dataflow: a method of a role, and the batch columns it reads and writes.
 
-    ``kind`` is the paper's workload kind; ``"function"`` is a call without a model forward (a reward function,
+    `kind` is the paper's workload kind; `"function"` is a call without a model forward (a reward function,
     advantages). A training call updates its role's weights; it ends the iteration's data flow if it writes no columns.
-    A name in ``reads`` that ends in ``?`` is a column that the call may do without.
+    A name in `reads` that ends in `?` is a column that the call may do without.
 
     Raises:
         ConfigError: for a kind that does not exist, and for values of other kinds.

@@ -47,7 +47,7 @@ __all__ = [
 
 
 class HybridFlowError(Exception):
-    """Root of the tree: catch it to catch whatever HybridFlow raises on purpose."""
+    """Root of the tree: catches every error that HybridFlow raises on purpose."""
 
 
 class ConfigError(HybridFlowError, ValueError):

@@ -10,7 +10,7 @@ __all__ = ["merge_metrics"]
 def merge_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
     """Pairs of (sum, count) by name, to be divided once all have come.
 
-    Sums are added and counts are; of a name that ends in ``_max`` the pair with the largest quotient is kept. A pair
+    Sums are added and counts are; of a name that ends in `_max` the pair with the largest quotient is kept. A pair
     whose count is zero says nothing of a largest; one that is not a number stays, as it would in a sum.
     """
     merged: dict[str, tuple[float, float]] = {}

@@ -1,4 +1,4 @@
-"""Shapes of models: every parameter by its Hugging Face name, from a ``config.json`` or a preset."""
+"""Shapes of models: every parameter by its Hugging Face name, from a `config.json` or a preset."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_atten
 class ModelShape:
     """Sizes of a causal language model, dense or mixture of experts.
 
-    ``num_experts`` is 0 for a dense model; ``intermediate_size`` is one expert's width where there are experts.
-    ``max_positions`` counts what stretches rotary embeddings: see ``hf_protocols.positions``.
-    ``listed_parameters`` is empty where names and shapes follow from the sizes; see ``from_parameters``.
+    `num_experts` is 0 for a dense model; `intermediate_size` is one expert's width where there are experts.
+    `max_positions` counts what stretches rotary embeddings: see `hf_protocols.positions`.
+    `listed_parameters` is empty where names and shapes follow from the sizes; see `from_parameters`.
 
     Raises:
         ConfigError: for a size that is not a whole number or below 1, heads that do not divide evenly, more experts per
@@ -113,7 +113,7 @@ class ModelShape:
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
-        """A published model by name, such as ``"llama-2-7b"``.
+        """A published model by name, such as `"llama-2-7b"`.
 
         Raises:
             ConfigError: for an unknown name, with the nearest known ones.
@@ -127,13 +127,13 @@ class ModelShape:
 
     @classmethod
     def knows(cls, config: Mapping[str, Any]) -> bool:
-        """True for a model whose parameters follow from its `config.json`; others have ``from_parameters``."""
+        """True for a model whose parameters follow from its `config.json`; others have `from_parameters`."""
         family = config.get("model_type", "llama")
         return isinstance(family, str) and family in _FAMILIES and not _mixes_layers(config)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
-        """Read a Hugging Face ``config.json``: a mapping, the file, or the directory that holds it.
+        """Read a Hugging Face `config.json`: a mapping, the file, or the directory that holds it.
 
         A key that the file leaves out has the family's default.
 
@@ -302,8 +302,7 @@ def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:
         if value is not None:
             raise ConfigError(
                 f"config.json: {key}={show(value)} with model_type={show(family)}, whose layers in transformers "
-                "have none, "
-                "while engines use it: remove it, or give the model_type of a family that has it"
+                "do not have it, while engines use it. Remove it, or set the model_type of a family that has it"
             )
 
 

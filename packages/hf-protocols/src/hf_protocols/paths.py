@@ -1,6 +1,6 @@
 """Paths as users write them: `~` is expanded, and an unusable path is refused before anything is made.
 
-Nothing here asks what lies at a path: files are read by `read_text`, folders by those who need them.
+Nothing here opens a path: `read_text` reads files, and each caller reads its own folders.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True)
 class MachinePlan:
-    """Slots on one machine; ``gpu_kind`` is a name of the mapper's catalogue, ``"cpu"`` for host processes."""
+    """Slots on one machine; `gpu_kind` is a name of the mapper's catalogue, `"cpu"` for host processes."""
 
     gpu_kind: str
     slots: int
@@ -71,10 +71,10 @@ _KINDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """Where and how one role runs.
+    """The pool, backend and layouts of one role.
 
-    ``train`` is its layout in training and inference, None for a role without a model (a function);
-    ``generation`` None for a model that does not generate. ``micro_batch_tokens`` bounds the tokens of one forward.
+    `train` is its layout in training and inference, None for a role without a model (a function);
+    `generation` None for a model that does not generate. `micro_batch_tokens` bounds the tokens of one forward.
     """
 
     pool: str
@@ -136,7 +136,7 @@ class MappingPlan:
                 )
 
     def pool(self, name: str) -> PoolPlan:
-        """The pool called ``name``.
+        """The pool called `name`.
 
         Raises:
             PlanError: if there is none.
@@ -149,7 +149,7 @@ class MappingPlan:
         )
 
     def roles_of(self, pool: str) -> tuple[str, ...]:
-        """The roles that share ``pool``, in the plan's order."""
+        """The roles that share `pool`, in the plan's order."""
         return tuple(role for role, model in self.models.items() if model.pool == pool)
 
     def to_json(self) -> str:
@@ -166,7 +166,7 @@ class MappingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> MappingPlan:
-        """Read what :meth:`to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             PlanError: for text that is not a plan, another schema version (naming both), an unknown key, or a value
@@ -254,7 +254,7 @@ _HOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
-    """A dataclass from the object of JSON at ``place``; ``readers`` make what its fields hold."""
+    """A dataclass from the object of JSON at `place`; `readers` make what its fields hold."""
     known = {each.name: each for each in fields(cast("Any", kind))}
     given = _as_object(place, value)
     for key in given:

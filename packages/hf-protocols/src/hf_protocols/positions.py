@@ -1,4 +1,4 @@
-"""How many positions a model has, once what stretches its rotary embeddings is counted."""
+"""Count a model's positions, with the factors that stretch its rotary embeddings."""
 
 from __future__ import annotations
 

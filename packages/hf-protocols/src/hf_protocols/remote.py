@@ -1,4 +1,4 @@
-"""``@register``: how a worker's method is called across ranks."""
+"""`@register`: how a worker's method is called across ranks."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class FromArgument(Enum):
 
 
 FROM_ARGUMENT: Final = FromArgument.FROM_ARGUMENT
-"""Says in ``@register(writes=FROM_ARGUMENT)`` that an argument of each call declares the columns of the result."""
+"""Says in `@register(writes=FROM_ARGUMENT)` that an argument of each call declares the columns of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MethodSpec:
-    """What :func:`register` attached to a method; its arguments explain the fields."""
+    """The registration that `register` attaches to a method; its arguments explain the fields."""
 
     protocol: TransferProtocol
     rows: Rows
@@ -68,26 +68,26 @@ def register(
 ) -> Callable[[Method], Method]:
     """Mark a worker's method as callable through its group.
 
-    Every batch argument is distributed by ``protocol``; other arguments reach every rank as they are.
+    Every batch argument is distributed by `protocol`; other arguments reach every rank as they are.
 
     An argument may declare columns itself, for example a loss or an estimator of a user's own. Where it has an
-    attribute ``reads``, a tuple of names, a call with it reads these columns in addition to the method's. With
-    ``writes=FROM_ARGUMENT`` exactly one argument has an attribute ``writes``, and the call returns those columns.
+    attribute `reads`, a tuple of names, a call with it reads these columns in addition to the method's. With
+    `writes=FROM_ARGUMENT` exactly one argument has an attribute `writes`, and the call returns those columns.
 
     Args:
         protocol: how rows reach the ranks and results come back.
-        rows: how the result's rows follow from the input's. ``"same"``: one for one; ``"times"``: each input row
-            becomes k consecutive rows (n samples per prompt); ``"unknown"``: results follow in collected order.
-        returns: ``"batch"``, a TensorDict; ``"metrics"``, a dict of name to (sum, count), merged over the collected
-            ranks (`merge_metrics`) and divided once; ``"object"``, any small picklable value (of several collected
+        rows: how the result's rows follow from the input's. `"same"`: one for one; `"times"`: each input row
+            becomes k consecutive rows (n samples per prompt); `"unknown"`: results follow in collected order.
+        returns: `"batch"`, a TensorDict; `"metrics"`, a dict of name to (sum, count), merged over the collected
+            ranks (`merge_metrics`) and divided once; `"object"`, any small picklable value (of several collected
             ranks, their list).
-        reads: columns that travel to the method; None for all. A name that ends in ``?`` travels if it is there.
+        reads: columns that travel to the method; None for all. A name that ends in `?` travels if it is there.
         writes: columns that the method returns; None if it does not say; `FROM_ARGUMENT` if an argument says.
-        kind: the work behind it, for those who plan: ``"generation"``, ``"inference"`` or ``"training"`` of a model,
-            or a ``"function"`` without one.
+        kind: the work behind it, for planners: `"generation"`, `"inference"` or `"training"` of a model,
+            or a `"function"` without one.
 
     Raises:
-        ProtocolError: for a value of another kind, or ``writes=FROM_ARGUMENT`` of a method that returns no batch or
+        ProtocolError: for a value of another kind, or `writes=FROM_ARGUMENT` of a method that returns no batch or
             takes no argument.
     """
     if not isinstance(protocol, TransferProtocol):
@@ -143,7 +143,7 @@ def _takes_arguments(method: Callable[..., Any]) -> bool:
 
 
 def method_spec(method: Callable[..., Any]) -> MethodSpec | None:
-    """What was registered for ``method``, or None."""
+    """Returns the registration of `method`, or None."""
     spec = getattr(method, _ATTRIBUTE, None)
     return spec if isinstance(spec, MethodSpec) else None
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch: an ordered list of row numbers, kept as intervals."""
+"""Rows of a batch: an ordered list of row numbers, kept as intervals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowSelection:
     """Row numbers in order, as half-open intervals; iterating yields the integers.
 
     Intervals that touch are merged, so equal selections compare equal. A row may stand more than once
-    (``RowSelection.from_rows([0, 0, 1])``), as it does after a repeat.
+    (`RowSelection.from_rows([0, 0, 1])`), as it does after a repeat.
 
     Raises:
         BatchError: for an interval that is empty, reversed, starts below zero or ends above 2**63 - 1; for more rows
@@ -55,7 +55,7 @@ class RowSelection:
 
     @classmethod
     def range(cls, start: int, stop: int) -> RowSelection:
-        """Rows ``start`` to ``stop - 1``; none when both are equal."""
+        """Rows `start` to `stop - 1`; none when both are equal."""
         return cls() if start == stop else cls(((start, stop),))
 
     @classmethod
@@ -83,7 +83,7 @@ class RowSelection:
         return RowSelection(self.intervals + other.intervals)
 
     def take(self, positions: RowSelection) -> RowSelection:
-        """The rows that stand at ``positions`` of this selection: a selection of a selection.
+        """The rows that stand at `positions` of this selection: a selection of a selection.
 
         Raises:
             IndexError: for a position beyond the end.
@@ -104,10 +104,10 @@ class RowSelection:
         return RowSelection(tuple(taken))
 
     def repeat(self, times: int) -> RowSelection:
-        """The rows after every row became ``times`` consecutive ones: row r is then r*times ... r*times+times-1.
+        """The rows after every row became `times` consecutive ones: row r is then r*times ... r*times+times-1.
 
         Raises:
-            BatchError: if ``times`` is below one, or no whole number.
+            BatchError: if `times` is below one, or no whole number.
         """
         check_kind(BatchError, "repeat: times", times, int, "a whole number")
         if times < 1:
@@ -135,9 +135,9 @@ class RowSelection:
 def split_rows(
     num_rows: int, num_chunks: int, weights: Sequence[float] | None = None, *, what: str = "chunks"
 ) -> list[RowSelection]:
-    """Cut ``num_rows`` rows into ``num_chunks`` selections whose sizes differ by at most one, larger first.
+    """Cut `num_rows` rows into `num_chunks` selections whose sizes differ by at most one, larger first.
 
-    With ``weights`` (tokens per row) rows are chosen so that the largest token sum is never above that of the
+    With `weights` (tokens per row) rows are chosen so that the largest token sum is never above that of the
     contiguous split; within a chunk rows ascend.
 
     Raises:
@@ -146,7 +146,7 @@ def split_rows(
     check_sizes(BatchError, num_rows, weights)
     check_kind(BatchError, what, num_chunks, int, "a whole number of them")
     if num_chunks < 1:
-        raise BatchError(f"{num_rows} rows cannot be cut into {show(num_chunks)} {what}: ask for at least 1")
+        raise BatchError(f"{num_rows} rows cannot be split into {show(num_chunks)} {what}: ask for at least 1")
     if num_chunks > _MOST_CHUNKS:
         raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}: ask for fewer")
     if num_rows < num_chunks:
@@ -180,7 +180,7 @@ def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelectio
 
 
 def _is_truth(row: object) -> bool:
-    """Whether it is an entry of a mask: of a list, an array or a tensor."""
+    """True if `row` is an entry of a mask: of a list, an array or a tensor."""
     return type(row) is not int and "bool" in str(getattr(row, "dtype", type(row)))
 
 

@@ -113,7 +113,7 @@ RANK_ZERO = TransferProtocol("RANK_ZERO", _to_rank_zero, _rank_zero, called="col
 """All rows to rank 0, nothing elsewhere; rank 0's result. Advantages over a whole batch."""
 
 ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", _one_item_each, _list_every_rank)
-"""Item i of the caller's ``PerRank`` to rank i; a list of every rank's result. Debugging."""
+"""Item i of the caller's `PerRank` to rank i; a list of every rank's result. Debugging."""
 
 DP = TransferProtocol("DP_PROTO", _by_rank, _concat_every_rank)
 """world_size chunks; every rank, concatenated. Pure data parallelism."""

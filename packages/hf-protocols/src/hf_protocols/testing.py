@@ -34,11 +34,11 @@ def check_transfer_protocol(
 ) -> None:
     """Check one protocol on one topology.
 
-    The laws, beside what a :class:`TransferProtocol` checks of every answer (a selection for every rank; collected
+    The laws, in addition to the checks of `TransferProtocol` on every result (a selection for every rank; collected
     ranks exist and stand once; rows are in range and go to ranks that are called): none twice on one rank; no row is
     left out; equal calls give equal answers; with an identity worker a concatenated result has every row
-    ``copies`` times, and once routed to a single consumer it has the input's order; ranks along ``replicated_over``
-    get the same rows; with ``weights`` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes
+    `copies` times, and once routed to a single consumer it has the input's order; ranks along `replicated_over`
+    get the same rows; with `weights` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes
     differ by at most one.
 
     Raises:
@@ -54,8 +54,11 @@ def check_transfer_protocol(
     selections = protocol.distribute(topology, num_rows, weights)
     collection = protocol.collect(topology)
     law.check_distribution(selections)
-    law.require(selections == protocol.distribute(topology, num_rows, weights), "distribute answers differently twice")
-    law.require(collection == protocol.collect(topology), "collect answers differently twice")
+    law.require(
+        selections == protocol.distribute(topology, num_rows, weights),
+        "distribute is not repeatable",
+    )
+    law.require(collection == protocol.collect(topology), "collect is not repeatable")
     for axis in replicated_over:
         law.check_replication(selections, topology.groups(axis), axis)
     if collection.combine == "concat":

@@ -1,6 +1,6 @@
 """Ranks and coordinates: which rank holds which part of a model, in training and in generation.
 
-A model with sizes pp-tp-dp (and cp, ep) occupies ``pp * tp * cp * dp`` ranks. For generation each training replica is
+A model with sizes pp-tp-dp (and cp, ep) occupies `pp * tp * cp * dp` ranks. For generation each training replica is
 cut again into smaller replicas (HybridFlow paper, section 5.1 and 5.3); ranks that hold the same generation shard
 and get different prompts are a micro-DP group.
 """
@@ -20,11 +20,11 @@ from hf_protocols.errors import TopologyError
 __all__ = ["Axis", "Coordinate", "GenerationSpec", "Grouping", "Order", "ParallelSpec", "Topology"]
 
 Order = Literal["megatron", "contiguous"]
-"""How ranks are numbered; see :class:`Topology`."""
+"""The order in which ranks are numbered; see `Topology`."""
 Grouping = Literal["hybridflow", "vanilla"]
-"""How generation groups are cut from training groups; see :class:`Topology`."""
+"""The rule that forms generation groups from training groups; see `Topology`."""
 Axis = Literal["tp", "pp", "dp", "cp", "ep", "gen_tp", "gen_pp", "micro_dp", "gen_replica"]
-"""An axis of a topology; see :meth:`Topology.groups`."""
+"""An axis of a topology; see `Topology.groups`."""
 
 _GENERATION_AXES = ("gen_tp", "gen_pp", "micro_dp", "gen_replica")
 
@@ -48,7 +48,7 @@ def _parse_sizes(text: object, names: tuple[str, ...], form: str) -> dict[str, i
 class ParallelSpec:
     """Sizes of one model's training or inference layout; written pp-tp-dp.
 
-    ``ep_size`` (expert parallelism) folds into dp * cp and adds no ranks.
+    `ep_size` (expert parallelism) folds into dp * cp and adds no ranks.
 
     Raises:
         TopologyError: for a size below 1, or an ep_size that does not divide dp_size * cp_size.
@@ -70,7 +70,7 @@ class ParallelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ParallelSpec:
-        """Read ``"pp-tp-dp"``, for example ``"1-8-2"``."""
+        """Read `"pp-tp-dp"`, for example `"1-8-2"`."""
         return cls(**_parse_sizes(text, ("pp_size", "tp_size", "dp_size"), "pp-tp-dp, such as 1-8-2"))
 
     @property
@@ -95,7 +95,7 @@ class GenerationSpec:
 
     @classmethod
     def parse(cls, text: str) -> GenerationSpec:
-        """Read ``"pp-tp"``, for example ``"1-2"``."""
+        """Read `"pp-tp"`, for example `"1-2"`."""
         return cls(**_parse_sizes(text, ("gen_pp_size", "gen_tp_size"), "pp-tp, such as 1-2"))
 
     @property
@@ -106,7 +106,7 @@ class GenerationSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Coordinate:
-    """Where one rank stands on every axis; the last four are None without a generation layout."""
+    """One rank's coordinate on every axis; the last four are None without a generation layout."""
 
     pp: int
     tp: int
@@ -121,15 +121,15 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Topology:
-    """One model's ranks: the training layout, and the generation layout cut from it.
+    """One model's ranks: the training layout, and the generation layout on the same ranks.
 
     Args:
         train: sizes in training and inference.
         generation: sizes of a generation replica; None for a model that does not generate.
-        order: ``"megatron"`` numbers ranks with tp fastest, then cp, dp, pp; ``"contiguous"`` with tp, cp, pp, then
+        order: `"megatron"` numbers ranks with tp fastest, then cp, dp, pp; `"contiguous"` with tp, cp, pp, then
             dp, so that the ranks of one data-parallel replica are consecutive.
-        grouping: ``"hybridflow"`` strides generation groups over the training groups, so that every rank's training
-            shard lies inside its generation shard (paper, section 5.3); ``"vanilla"`` takes consecutive ones
+        grouping: `"hybridflow"` strides generation groups over the training groups, so that every rank's training
+            shard lies inside its generation shard (paper, section 5.3); `"vanilla"` takes consecutive ones
             (the paper's HybridFlow-V). Sizes that do not nest have one rule: replicas of consecutive ranks.
 
     Raises:
@@ -155,7 +155,7 @@ class Topology:
         if self.generation and self.world_size % self.generation.replica_size:
             gen = self.generation
             raise TopologyError(
-                f"{self.world_size} ranks cannot be cut into generation replicas of gen_pp_size * gen_tp_size = "
+                f"{self.world_size} ranks cannot be split into generation replicas of gen_pp_size * gen_tp_size = "
                 f"{gen.gen_pp_size} * {gen.gen_tp_size} = {gen.replica_size} ranks: "
                 f"choose sizes whose product divides {self.world_size}"
             )
@@ -167,7 +167,7 @@ class Topology:
 
     @property
     def is_nested(self) -> bool:
-        """Whether gen_pp divides pp and gen_tp divides tp, the case of the paper's section 5."""
+        """True if gen_pp divides pp and gen_tp divides tp, the case of the paper's section 5."""
         gen = self._generation
         return self.train.pp_size % gen.gen_pp_size == 0 and self.train.tp_size % gen.gen_tp_size == 0
 
@@ -182,7 +182,7 @@ class Topology:
         return len(self.groups("micro_dp")[0])
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The coordinate of ``rank``.
+        """The coordinate of `rank`.
 
         Raises:
             TopologyError: for a rank outside 0 ... world_size - 1.
@@ -193,7 +193,7 @@ class Topology:
         return self._coordinates[rank]
 
     def rank(self, *, pp: int = 0, tp: int = 0, dp: int = 0, cp: int = 0) -> int:
-        """The rank at a training coordinate: the inverse of :meth:`coordinate`.
+        """The rank at a training coordinate: the inverse of `coordinate`.
 
         Raises:
             TopologyError: for a coordinate outside its axis.
@@ -209,9 +209,9 @@ class Topology:
         return tp + train.tp_size * (cp + train.cp_size * (pp + train.pp_size * dp))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """The rank groups along ``axis``, each in the order of that axis, sorted by their lowest rank.
+        """The rank groups along `axis`, each in the order of that axis, sorted by their lowest rank.
 
-        ``gen_replica`` groups are the ranks of one generation replica, gen_tp fastest.
+        `gen_replica` groups are the ranks of one generation replica, gen_tp fastest.
 
         Raises:
             TopologyError: for an unknown axis, or a generation axis of a topology without generation.
@@ -225,7 +225,7 @@ class Topology:
         return self._groups_by_axis[axis]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The one group along ``axis`` that ``rank`` belongs to."""
+        """The one group along `axis` that `rank` belongs to."""
         self.coordinate(rank)
         return next(group for group in self.groups(axis) if rank in group)
 
@@ -312,7 +312,7 @@ class Topology:
         return tuple(sorted(groups, key=min))
 
     def _group_key(self, axis: str, rank: int, at: Coordinate) -> tuple[tuple[object, ...], int]:
-        """What the ranks of one group along ``axis`` share, and the rank's position inside it."""
+        """Returns the key that the ranks of one group along `axis` share, and the rank's position in the group."""
         spread = at.dp * self.train.cp_size + at.cp
         if axis == "ep":
             return (at.pp, at.tp, spread // self.train.ep_size), at.ep

@@ -1,7 +1,7 @@
 """Transfer protocols: how one call's rows reach the ranks, and how results come back (paper, section 4.1, Table 3).
 
-A protocol is two pure functions over row numbers; nothing here touches a tensor. :func:`route` joins what one
-group's ``collect`` yields to what the next group's ``distribute`` wants.
+A protocol is two pure functions over row numbers; nothing here touches a tensor. `route` joins what one
+group's `collect` yields to what the next group's `distribute` wants.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Collection:
-    """Which ranks' results make the result of a call, in order, and whether they are concatenated or listed."""
+    """The ranks whose results make the result of a call, in order, and the way to combine them."""
 
     ranks: tuple[int, ...]
     combine: Literal["concat", "list"] = "concat"
 
 
 class Distribute(Protocol):
-    """(topology, num_rows, weights) -> one selection of rows per rank; ``weights`` are tokens per row."""
+    """(topology, num_rows, weights) -> one selection of rows per rank; `weights` are tokens per row."""
 
     def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
         """Answer which rows each rank gets."""
@@ -61,10 +61,10 @@ class Collect(Protocol):
 
 @dataclass(frozen=True)
 class TransferProtocol:
-    """How the rows of a call reach the ranks and how results come back.
+    """A rule that distributes the rows of a call over ranks and collects results.
 
-    Your own protocol is a name and two functions; ``hf_protocols.testing.check_transfer_protocol`` tests it. What the
-    functions answer is checked with every call.
+    Your own protocol is a name and two functions; `hf_protocols.testing.check_transfer_protocol` tests it. Every
+    result of the two functions is checked.
 
     Raises:
         ProtocolError: for what cannot be called; later, naming the protocol, for an answer of another kind, or when a
@@ -75,7 +75,7 @@ class TransferProtocol:
     distribute: Distribute
     collect: Collect
     called: Literal["all", "collected"] = "all"
-    """Who takes part in a call, however many rows it has; without rows a rank gets an empty batch."""
+    """The ranks that take part in a call. A rank without rows gets an empty batch."""
 
     def __post_init__(self) -> None:
         if self.called not in ("all", "collected"):
@@ -102,7 +102,7 @@ class _Distribute:
         answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
         if not isinstance(answer, list | tuple) or not all(isinstance(each, RowSelection) for each in answer):
             raise ProtocolError(
-                f"protocol {show(self.protocol)}: distribute answers {show(answer)}; answer a list of RowSelections, "
+                f"protocol {show(self.protocol)}: distribute returned {show(answer)}. Return a list of RowSelections, "
                 "one for each rank"
             )
         if len(answer) != topology.world_size:
@@ -138,7 +138,7 @@ class _Collect:
             or answer.combine not in ("concat", "list")
         ):
             raise ProtocolError(
-                f'{name}: collect answers {show(answer)}; answer Collection(ranks=(...), combine="concat" or "list")'
+                f'{name}: collect returned {show(answer)}. Return Collection(ranks=(...), combine="concat" or "list")'
             )
         if not answer.ranks or len(set(answer.ranks)) < len(answer.ranks):
             raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}: answer at least one, each once")
@@ -163,7 +163,7 @@ def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class PerRank(Generic[Item]):
-    """One item for each rank: what ``ALL_TO_ALL`` takes in place of a batch.
+    """One item for each rank: what `ALL_TO_ALL` takes in place of a batch.
 
     Raises:
         ProtocolError: for what is not a list of items.
@@ -178,7 +178,7 @@ class PerRank(Generic[Item]):
 
 
 class Piece(NamedTuple):
-    """Rows that a consumer takes from one producer: ``rows`` are the producer's own (local) row numbers."""
+    """Rows that a consumer takes from one producer: `rows` are the producer's own (local) row numbers."""
 
     producer: int
     rows: RowSelection
@@ -186,19 +186,19 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """``pieces[i]``: what consumer rank i takes, in the logical order of the rows it wants."""
+    """`pieces[i]`: what consumer rank i takes, in the logical order of the rows it wants."""
 
     pieces: tuple[tuple[Piece, ...], ...]
 
     def bytes_moved(self, row_bytes: float) -> float:
-        """Bytes that all consumers take together, if every row has ``row_bytes`` bytes."""
+        """Bytes that all consumers take together, if every row has `row_bytes` bytes."""
         return row_bytes * sum(len(piece.rows) for pieces in self.pieces for piece in pieces)
 
 
 def compute_held_rows(
     collection: Collection, selections: Sequence[RowSelection], num_rows: int, *, times: int = 1
 ) -> dict[int, RowSelection]:
-    """Which rows of a call's logical result each collected rank holds, in its local order.
+    """Returns the rows of a call's logical result that each collected rank holds, in its local order.
 
     The result keeps the order of the call's input where the collected ranks share it out exactly once, so that a
     permuted (token-balanced) split is placement and not a reorder; else (every stage answers for all rows) results
@@ -206,7 +206,7 @@ def compute_held_rows(
 
     Args:
         collection: what the protocol collects.
-        selections: the input rows of every rank, as ``distribute`` answered.
+        selections: the input rows of every rank, as `distribute` answered.
         num_rows: rows of the call's input.
         times: rows that every input row became.
 
@@ -239,9 +239,9 @@ def compute_held_rows(
 
 
 def _partitions(selections: Sized[RowSelection], num_rows: int) -> bool:
-    """Whether the selections share rows 0 ... num_rows - 1 out, each exactly once.
+    """True if the selections hold each of the rows 0 ... num_rows - 1 exactly once.
 
-    They do if every interval but the first starts where another one stops: then one is open at every row.
+    That is so if every interval except the first starts where another one stops.
     """
     starts = sorted([start for rows in selections for start, _ in rows.intervals])
     stops = sorted([stop for rows in selections for _, stop in rows.intervals])
@@ -289,7 +289,7 @@ class _HeldIntervals:
         self._starts = [entry[0] for entry in entries]
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
-        """The pieces of ``wanted``; neighbours from one producer become one piece."""
+        """The pieces of `wanted`; neighbours from one producer become one piece."""
         entries, starts = self._entries, self._starts
         owner = -1
         taken: list[tuple[int, int]] = []
@@ -328,7 +328,7 @@ class _HeldRows:
             _HeldIntervals(held)  # raises as well
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
-        """The pieces of ``wanted``; neighbours from one producer become one piece."""
+        """The pieces of `wanted`; neighbours from one producer become one piece."""
         bits, mask = self._local_bits, (1 << self._local_bits) - 1
         places = self._find_places(wanted)
         owners = [place >> bits for place in places]

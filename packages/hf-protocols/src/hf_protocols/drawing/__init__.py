@@ -1,7 +1,7 @@
 """Pages about runs and plans: charts, tables and documents as HTML that loads nothing and needs no script.
 
 Here are functions from numbers and names to text, for `report.html`, `hybridflow serve` and the mapper's page. What a
-caller passes is escaped, but for `Markup`. What a run or a plan means, and how files are read, is not here.
+caller passes is escaped, except `Markup`. What a run or a plan means, and how files are read, is not here.
 """
 
 from __future__ import annotations
