@@ -26,7 +26,7 @@ MODELS = {"small": (8, 512, 8), "middle": (24, 2048, 16), "large": (40, 5120, 40
 def write_table(
     folder: Path, *, noise: float = 0.0, constants: dict | None = None, micro_batches: tuple[int, ...] = (1, 2, 8)
 ) -> Path:
-    """Four runs of each micro-batch of each of three models on 8 A100, as simulated with ``TRUE``."""
+    """Four runs of each micro-batch of each of three models on 8 A100, as simulated with `TRUE`."""
     chance = random.Random(0)
     rows = [
         {

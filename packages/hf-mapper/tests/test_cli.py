@@ -183,7 +183,7 @@ def test_plan_writes_its_page(config: Path, tmp_path: Path) -> None:
     assert page.read_text() == build_page(MappingPlan.from_json(result.output))
 
 
-def test_a_page_that_cannot_be_written_is_one_line_and_exit_code_2(config: Path, tmp_path: Path) -> None:
+def test_unwritable_page_is_one_line_and_exit_code_2(config: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plan", str(config), "--html", str(tmp_path / "absent" / "page.html")])
     assert result.exit_code == 2
     assert result.output.splitlines() == [

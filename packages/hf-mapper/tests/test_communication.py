@@ -34,7 +34,7 @@ def test_a_link_inside_a_machine_is_the_gpus_own() -> None:
     ids=["all", "pairs", "quads", "every second", "far pairs"],
 )
 def test_groups_that_cross_together_share_the_network(num_ranks: int, stride: int, crossing: int) -> None:
-    """``crossing``: how many groups leave a machine of 8, counted by hand."""
+    """`crossing`: how many groups leave a machine of 8, counted by hand."""
     link = build_link(build_cluster(16), num_ranks=num_ranks, stride=stride, world_size=128)
     assert link.bandwidth_bytes_per_s == pytest.approx(0.71 * 25e9 / crossing)
     assert link.latency_s == 1e-5
@@ -90,7 +90,7 @@ def test_tokens_travel_to_their_experts_and_back(
     ids=["in a machine", "two stages to a machine", "a stage to a machine", "four in a machine", "four to a machine"],
 )
 def test_a_stage_sends_over_its_slowest_hop(pp_size: int, tp_size: int, crossing: int | None) -> None:
-    """``crossing``: the ranks of a machine of 8 that send to another one at once, those of its last stage."""
+    """`crossing`: the ranks of a machine of 8 that send to another one at once, those of its last stage."""
     layouts = Layouts(pp_size=pp_size, tp_size=tp_size, dp_size=1, world_size=pp_size * tp_size, fsdp=False)
     link = build_stage_link(build_cluster(4), layouts)
     expected = 0.71 * 300e9 if crossing is None else 0.71 * 25e9 / crossing
@@ -101,7 +101,7 @@ def test_a_stage_sends_over_its_slowest_hop(pp_size: int, tp_size: int, crossing
     ("pp_size", "tp_size", "near", "far"), [(1, 8, 0, 0), (4, 2, 4, 0), (8, 2, 6, 2), (4, 8, 0, 4), (16, 2, 12, 4)]
 )
 def test_a_token_goes_through_every_stage_in_turn(pp_size: int, tp_size: int, near: int, far: int) -> None:
-    """``near`` and ``far``: hops inside a machine of 8 and between two, the last back to the first stage."""
+    """`near` and `far`: hops inside a machine of 8 and between two, the last back to the first stage."""
     layouts = Layouts(pp_size=pp_size, tp_size=tp_size, dp_size=1, world_size=pp_size * tp_size, fsdp=False)
     seconds = near * (1.25e-5 + 1e6 / (0.71 * 300e9)) + far * (1e-5 + 1e6 / (0.71 * 25e9 / tp_size))
     assert round_trip_s(build_cluster(4), layouts, 1e6) == pytest.approx(seconds)

@@ -74,7 +74,7 @@ def test_idle_parts_and_reasons_follow_from_the_stages(of_ppo: Explanation) -> N
             assert "longer" in entry.reason
 
 
-def test_a_class_without_memory_says_how_much_is_missing_and_where(build: Callable[..., MapperConfig]) -> None:
+def test_shortfall_names_missing_bytes_and_pool(build: Callable[..., MapperConfig]) -> None:
     """Memory of exactly what is said to be missing, and no less, makes the class fit: colocation of a small cluster."""
     problem = build("ppo", "llama-2-7b", 8)
     found = explain_plan(problem, robustness=False)
@@ -131,7 +131,7 @@ def test_prices_without_scales_are_the_searchs_own(build: Callable[..., MapperCo
         np.testing.assert_allclose(seconds, [pool.option.stage_s for pool in pools], rtol=1e-12)
 
 
-def test_the_bottleneck_is_the_longest_stage_and_its_resource_helps_most(build: Callable[..., MapperConfig]) -> None:
+def test_bottleneck_is_the_longest_stage_and_its_resource(build: Callable[..., MapperConfig]) -> None:
     found = explain_plan(build("ppo", "llama-2-7b", 32), robustness=False)
     stages = found.plan.estimates["stages"]
     longest = max(range(len(stages)), key=lambda index: stages[index]["latency_s"])
@@ -195,7 +195,7 @@ def test_it_fits_a_terminal_of_80(build: Callable[..., MapperConfig]) -> None:
     assert max(map(len, console.export_text().splitlines())) <= 80
 
 
-def test_the_smallest_cluster_of_an_error_is_feasible_and_one_machine_less_is_not(
+def test_smallest_cluster_is_feasible_and_one_less_is_not(
     build: Callable[..., MapperConfig],
 ) -> None:
     from hf_mapper import find_smallest_cluster

@@ -23,7 +23,7 @@ def cases_of(folder: Path) -> list[Case]:
 
 
 @pytest.mark.parametrize("framework", [None, "SGLang", "an engine"])
-def test_an_engine_that_is_not_known_is_taken_for_the_one_of_plans(write: Write, framework: str | None) -> None:
+def test_unknown_engine_counts_as_the_one_of_plans(write: Write, framework: str | None) -> None:
     given = {} if framework is None else {"framework": framework}
     [vllm, other] = (cases_of(write([SERVED | row]))[0] for row in ({"framework": "vLLM"}, given))
     assert (other.stack, other.predict()) == ("vllm", vllm.predict())
@@ -71,7 +71,7 @@ def test_layouts_of_generation_are_a_sweep(write: Write) -> None:
         (SERVED, {"suspect": "0.0", "ep": "1.0", "tp": "", "pp": ""}),
     ],
 )
-def test_numbers_with_a_point_and_blanks_say_what_they_say_without(
+def test_numbers_with_points_and_blanks_are_read_alike(
     write: Write, row: dict[str, Any], cells: dict[str, str]
 ) -> None:
     [plain], [written] = cases_of(write([row])), cases_of(write([row | cells]))

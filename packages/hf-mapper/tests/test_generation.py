@@ -1,4 +1,4 @@
-"""How long a generation takes, by hand: its steps, its waves, its sums, and the transition before it."""
+"""Seconds of a generation, computed by hand: its steps, its waves, its sums, and the transition before it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_measured_generation_runs_are_met_within_a_factor_of_two(
     assert 0.5 < estimate.latency_s / (64 * 128 / tokens_per_s) < 2
 
 
-def test_decoding_reads_the_weights_and_the_cache_for_every_token() -> None:
+def test_decoding_reads_weights_and_cache_for_every_token() -> None:
     cluster = build_cluster(layer_latency_s=0.0, memory_bandwidth=1.0)
     workload = WorkloadSpec(global_batch=8, prompt_tokens=1024, response_tokens=1024)
     estimate = simulate_generation(LLAMA, cluster, layout("1-1-8"), workload, generation=GenerationSpec())
@@ -79,7 +79,7 @@ def test_waves_shrink_the_cache_and_repeat_the_weights() -> None:
     assert once.breakdown["decode_s"] < thrice.breakdown["decode_s"] < 4 * once.breakdown["decode_s"]
 
 
-def test_equal_layouts_have_no_transition_and_nested_ones_the_papers() -> None:
+def test_transition_is_free_for_equal_layouts_else_the_papers() -> None:
     """Figure 14 at 13B: training 1-8-1 to generation 1-4 receives 3.25 GB a rank."""
     model, cluster = ModelShape.preset("llama-2-13b"), build_cluster()
     same = simulate_generation(model, cluster, layout("1-8-1"), WORKLOAD, generation=GenerationSpec(gen_tp_size=8))
@@ -89,7 +89,7 @@ def test_equal_layouts_have_no_transition_and_nested_ones_the_papers() -> None:
 
 
 @pytest.mark.parametrize("gen_tp", [1, 2, 4, 8])
-def test_a_machine_takes_in_a_whole_model_whatever_its_replicas_share(gen_tp: int) -> None:
+def test_machine_receives_a_whole_model_for_any_replicas(gen_tp: int) -> None:
     """FSDP over two machines, in rings: all of the model but a ring's own part passes from one to the other."""
     cluster, generation = build_cluster(2), GenerationSpec(gen_tp_size=gen_tp)
     found = simulate_generation(LLAMA, cluster, layout("1-1-16"), WORKLOAD, generation=generation)
@@ -120,7 +120,7 @@ def test_longer_pipelines_in_generation_do_not_speed_up_one_step() -> None:
     assert deep.breakdown["decode_s"] > flat.breakdown["decode_s"]
 
 
-def test_small_sums_take_one_hop_where_an_engine_reads_all_peers_at_once() -> None:
+def test_one_shot_reduce_takes_one_hop_for_small_sums() -> None:
     """Of 8 ranks: a ring has two passes of log2(8) hops, one shot has one hop and 7 times the bytes."""
     cluster = build_cluster()
     link = build_link(cluster, num_ranks=8, stride=1, world_size=8)
@@ -159,8 +159,8 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert steps[64] == pytest.approx(rest + experts, rel=1e-6)
 
 
-def test_ragged_responses_decode_step_by_step_until_the_longest_ends() -> None:
-    """Where launches are free: every step reads the weights once and the tokens of those that have not ended."""
+def test_ragged_responses_decode_until_the_longest_ends() -> None:
+    """Launches are free here: every step reads the weights once and the tokens of those that have not ended."""
     lengths = (100, 400, 400, 1000)
     ragged = dataclasses.replace(WORKLOAD, global_batch=64, response_tokens=1000, response_lengths=lengths)
     cluster = build_cluster(layer_latency_s=0.0, generation_flops=1.0, memory_bandwidth=1.0)

@@ -36,7 +36,7 @@ from hf_protocols import (
 )
 
 GOLDEN = Path(__file__).parent / "golden" / "simulators.json"
-"""What the simulators answered when their formulas last changed, seconds and bytes: ``describe`` of every problem."""
+"""The simulators' results when their formulas last changed, in seconds and bytes: `describe` of every problem."""
 
 ENGINE = EngineSpec(one_shot_reduce=False)
 CALLS = ("training", "inference", "generation")
@@ -145,7 +145,7 @@ def test_no_layouts_have_no_times() -> None:
     assert simulate_training(problem.model, problem.cluster, [], problem.workload).latency_s.shape == (0,)
 
 
-def test_as_many_backends_waves_and_generations_as_layouts_are_wanted() -> None:
+def test_layouts_need_one_backend_wave_and_generation_each() -> None:
     problem = PROBLEMS["one machine"]
     given = (problem.model, problem.cluster, [ParallelSpec(dp_size=8)] * 3, problem.workload)
     with pytest.raises(ConfigError, match="backend: 2 given for 3 layouts: give one for all or one for each"):

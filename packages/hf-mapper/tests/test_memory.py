@@ -78,7 +78,7 @@ def test_zero_3_takes_16_bytes_and_gathers_a_matrix_at_a_time() -> None:
     assert plain["activation_bytes"] - zero["activation_bytes"] == pytest.approx(layers - matrices, rel=1e-3)
 
 
-def test_megatron_shards_only_the_optimizer_over_data_parallel_ranks() -> None:
+def test_megatron_shards_only_the_optimizer_over_dp_ranks() -> None:
     cluster = ClusterSpec.host(8, 2**40)
     estimate = estimate_memory(LLAMA, cluster, ParallelSpec.parse("1-2-4"), WORKLOAD, calls=["training"])
     parameters = LLAMA.num_parameters
@@ -112,7 +112,7 @@ def test_the_fullest_stage_has_an_end_of_the_model(pp: int, tied: bool) -> None:
 
 @pytest.mark.parametrize(("parallel", "ep"), [("1-1-8", 8), ("1-2-4", 2), ("2-2-2", 2), ("4-1-2", 1)])
 def test_experts_are_spread_over_data_parallel_ranks(parallel: str, ep: int) -> None:
-    """As many weights as the model's names say, and an optimizer cut over all replicas however they are spread."""
+    """As many weights as the model's names say, and an optimizer sharded over all replicas in every layout."""
     mixtral, cluster = ModelShape.preset("mixtral-8x7b"), ClusterSpec.host(8, 2**40)
     layout = dataclasses.replace(ParallelSpec.parse(parallel), ep_size=ep)
     experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
@@ -124,7 +124,7 @@ def test_experts_are_spread_over_data_parallel_ranks(parallel: str, ep: int) -> 
 
 
 @pytest.mark.parametrize(("ranks", "room"), [(1, 8), (2, 4), (3, 3), (8, 1), (16, 1)])
-def test_every_rank_of_fsdp_has_room_for_as_many_experts_as_the_fullest(ranks: int, room: int) -> None:
+def test_fsdp_ranks_reserve_experts_of_the_fullest_rank(ranks: int, room: int) -> None:
     """Eight experts on three ranks are 3, 3 and 2, on sixteen one on each of the first eight (`torch.chunk`)."""
     mixtral, cluster = ModelShape.preset("mixtral-8x7b"), ClusterSpec.host(ranks, 2**40)
     experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
@@ -136,8 +136,8 @@ def test_every_rank_of_fsdp_has_room_for_as_many_experts_as_the_fullest(ranks: i
 
 
 @pytest.mark.parametrize("tp", [1, 8])
-def test_a_mixture_brings_a_copy_of_every_token_to_its_expert_and_back(tp: int) -> None:
-    """Whole where the experts multiply it, cut over the tensor group (sequence parallelism) when it comes back."""
+def test_mixture_sends_every_token_to_its_expert_and_back(tp: int) -> None:
+    """Whole where the experts multiply it, sharded over the tensor group (sequence parallelism) when it comes back."""
     workload = dataclasses.replace(WORKLOAD, recompute="none", micro_batch_tokens=2048)
     model = dataclasses.replace(LLAMA, num_layers=1, num_experts=8, num_experts_per_token=1, vocab_size=1)
     dense, mixture = (
@@ -237,7 +237,7 @@ def test_estimate_is_state_and_the_largest_call() -> None:
 
 
 @pytest.mark.parametrize("layout", ["1-8-1", "2-2-2", "1-1-8"])
-def test_by_default_a_model_makes_all_calls_and_generates_as_it_is_cut(layout: str) -> None:
+def test_default_model_makes_all_calls_and_keeps_its_layout(layout: str) -> None:
     cluster, spec = ClusterSpec.host(8, 2**40), ParallelSpec.parse(layout)
     cut = GenerationSpec(gen_pp_size=spec.pp_size, gen_tp_size=spec.tp_size)
     calls = ["generation", "inference", "training"]
@@ -262,7 +262,7 @@ def test_logits_are_gone_when_a_layer_is_computed_again(vocab_size: int) -> None
 
 
 @pytest.mark.parametrize(("dtype", "kept"), [("bfloat16", 4), ("float32", 8)])
-def test_a_fused_loss_keeps_logits_and_their_gradient_in_the_models_dtype(dtype: str, kept: int) -> None:
+def test_fused_loss_keeps_logits_in_the_models_dtype(dtype: str, kept: int) -> None:
     workload = dataclasses.replace(WORKLOAD, recompute="none", dtype=dtype)
     plain, fused = (
         work_bytes(
@@ -274,7 +274,7 @@ def test_a_fused_loss_keeps_logits_and_their_gradient_in_the_models_dtype(dtype:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tensor_parallel_activations_follow_the_published_formulas(sequence_parallel: bool) -> None:
+def test_tensor_parallel_activations_match_published_formulas(sequence_parallel: bool) -> None:
     """Korthikanti et al., Table 2, per layer in units of s b h: 10 + 24/t + 5as/(ht), or 34/t + 5as/(ht)."""
     layers, hidden, heads, length, tp = 48, 6144, 64, 2048, 8
     model = ModelShape(

@@ -22,7 +22,7 @@ def build(paper_problem: Callable[..., Any]) -> Callable[..., MapperConfig]:
 
 
 def best_s(oracle: ModuleType, problem: Any, factor: float) -> float | None:
-    """Seconds of the best of all placements where 1 / ``factor`` of the memory is there."""
+    """Seconds of the best of all placements where 1 / `factor` of the memory is there."""
     machines = tuple(
         dataclasses.replace(
             machine,

@@ -17,7 +17,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Reader(html.parser.HTMLParser):
-    """What a page loads, its marks, its texts; and that every mark that is opened is closed."""
+    """Collects a page's links, tags and texts, and checks that every open tag is closed."""
 
     def __init__(self, page: str) -> None:
         super().__init__()

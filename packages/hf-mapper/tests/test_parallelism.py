@@ -57,7 +57,7 @@ def test_layouts_of_eight_gpus() -> None:
     ]
 
 
-def test_experts_are_spread_over_every_part_of_the_data_parallel_ranks() -> None:
+def test_experts_spread_over_every_part_of_dp_ranks() -> None:
     mixtral = ModelShape.preset("mixtral-8x7b")
     found = [
         (spec.pp_size, spec.tp_size, spec.dp_size, spec.ep_size, backend)
@@ -224,7 +224,7 @@ def test_two_generations_in_a_stage_share_one_transition() -> None:
         assert (two.parallel, two.generation, two.work_bytes) == (one.parallel, one.generation, one.work_bytes)
 
 
-def test_an_engine_that_cannot_cut_the_model_bounds_the_generation_layouts():
+def test_engine_bounds_the_generation_layouts():
     machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8)
     model = ModelShape.preset("llama-2-7b")
     free = WorkloadSpec(global_batch=64, prompt_tokens=8, response_tokens=8, largest_generation=None)
@@ -242,7 +242,7 @@ def test_an_engine_that_cannot_cut_the_model_bounds_the_generation_layouts():
 
 
 def test_generation_has_no_pipeline_stages_unless_asked():
-    """No engine of hf-engine runs any; 80 layers on 8 devices might be cut over 2, 4 or 8 of them."""
+    """No engine of hf-engine runs any; 80 layers on 8 devices might be sharded over 2, 4 or 8 of them."""
     machine, model = MachineSpec(gpu=gpu("a100-80"), num_gpus=8), ModelShape.preset("llama-2-70b")
     layout, shipped = (
         ParallelSpec(pp_size=4, tp_size=2),

@@ -42,7 +42,7 @@ def oracle() -> ModuleType:
 
 
 def remembered(simulate: Any) -> Any:
-    """``simulate`` with its answers kept: every factor prices the same layouts."""
+    """`simulate` with its answers kept: every factor prices the same layouts."""
     answers: dict[Any, Any] = {}
 
     def recall(*given: Any, **options: Any) -> Any:
@@ -55,7 +55,7 @@ def remembered(simulate: Any) -> Any:
 
 
 def scale(oracle: ModuleType, monkeypatch: pytest.MonkeyPatch, simulator: str, factor: float) -> None:
-    """Let the oracle price with answers of ``simulator`` that are ``factor`` times too long."""
+    """Let the oracle price with answers of `simulator` that are `factor` times too long."""
     plain = vars(oracle)["plain"]
     for name, function in plain.items():
         monkeypatch.setattr(oracle, name, function)
@@ -118,7 +118,7 @@ def test_ends_are_where_brute_force_has_them(
 
 
 def total(seconds: np.ndarray, factor: float) -> float:
-    """Seconds of a plan: ``seconds`` ``[2, pools, stages]``, other simulators' and, times ``factor``, one's."""
+    """Seconds of a plan: `seconds` `[2, pools, stages]`, other simulators' and, times `factor`, one's."""
     return float((seconds[0] + factor * seconds[1]).max(axis=0).sum())
 
 
@@ -158,7 +158,7 @@ def test_a_rival_that_wins_on_a_short_way_only_is_seen() -> None:
 
 
 def split(seconds: np.ndarray) -> dict[str, np.ndarray]:
-    """``[2, pools, stages]`` as seconds of the simulators: inference and, with a factor on it, training."""
+    """`[2, pools, stages]` as seconds of the simulators: inference and, with a factor on it, training."""
     return {name: np.zeros_like(seconds[0]) for name in SIMULATORS} | {"inference": seconds[0], "training": seconds[1]}
 
 

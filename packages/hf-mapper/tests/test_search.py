@@ -75,7 +75,7 @@ def assert_close(found: Any, expected: Any, where: str = "plan") -> None:
 
 
 def test_plans_are_the_golden_ones(quickstart: MappingPlan, paper_problem: Callable[..., Any]) -> None:
-    """Where a change of the cost model is meant, write ``plan.to_json()`` over the files and read the difference."""
+    """After an intended change of the cost model, write `plan.to_json()` over the files and read the difference."""
     plans = {"quickstart": quickstart, "ppo_13b_16_a100": map_dataflow(*paper_problem("ppo", "llama-2-13b", 16))}
     for name, plan in plans.items():
         text = plan.to_json()
@@ -147,7 +147,7 @@ def test_a_stop_sign_that_never_comes_changes_nothing(paper_problem: Callable[..
     assert map_dataflow(*problem, lambda: False) == map_dataflow(*problem)
 
 
-def test_what_does_not_fit_names_the_smallest_cluster_that_would_do(paper_problem: Callable[..., Any]) -> None:
+def test_infeasible_problem_names_the_smallest_cluster(paper_problem: Callable[..., Any]) -> None:
     with pytest.raises(PlanError) as raised:
         map_dataflow(*paper_problem("ppo", "llama-2-13b", 8))
     assert "no placement of actor llama-2-13b, critic llama-2-13b" in str(raised.value)

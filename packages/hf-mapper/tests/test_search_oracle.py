@@ -1,6 +1,6 @@
 """The search against brute force: every partition, allocation and combination of layouts, written out again here.
 
-Shared with the search are only ``pack`` and the simulators. What is enumerated, what is valid, how memory adds up and
+Shared with the search are only `pack` and the simulators. What is enumerated, what is valid, how memory adds up and
 what an iteration costs is stated again, without bounds, frontiers or memoisation.
 """
 
@@ -282,7 +282,7 @@ def swap_s(part: ClusterSpec, state: float) -> float:
 
 
 def every_pool(problem: Problem, roles: list[str], kind: int, n: int) -> np.ndarray:
-    """Seconds per stage ``[combinations, stages]`` of the roles side by side, where memory allows."""
+    """Seconds per stage `[combinations, stages]` of the roles side by side, where memory allows."""
     gpu = problem.cluster.machines[kind].gpu
     usable = gpu.memory_bytes * (1 - gpu.efficiency.fragmentation)
     spare = problem.cluster.machines[kind].host_memory_bytes / problem.cluster.machines[kind].num_gpus

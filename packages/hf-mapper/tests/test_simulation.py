@@ -63,7 +63,7 @@ def test_the_plan_that_was_found_simulates_to_its_own_estimates(preset: str, sha
     assert not found.overfull
 
 
-def test_the_best_of_all_placements_is_the_one_that_the_search_finds() -> None:
+def test_search_finds_the_best_of_all_placements() -> None:
     """Every partition on every allocation of four devices, each simulated: none is faster than the plan."""
     machines, shapes = cluster("l40s", 4), models(SMALL)
     found = []
@@ -171,7 +171,7 @@ def twice_a100() -> ClusterSpec:
     return ClusterSpec(machines=(slow, fast), inter_bandwidth_bytes_per_s=25e9)
 
 
-def test_a_plan_over_two_entries_of_one_kind_simulates_to_its_own_estimates() -> None:
+def test_plan_over_two_entries_simulates_to_its_estimates() -> None:
     both, shapes = twice_a100(), models(LARGE)
     plan = map_dataflow(PPO, shapes, both, WORKLOAD)
     assert plan.pools[0].machines[0].slots == 8, "the better machine is the second entry"
@@ -194,7 +194,7 @@ def test_entries_of_one_kind_are_numbered() -> None:
         found = simulate_placement(PPO, shapes, both, WORKLOAD, pools)
         pools = parse_placement("actor+critic+reference=2")
         expected = simulate_placement(PPO, shapes, both.only(number - 1), WORKLOAD, pools)
-        assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-3), "but for rows between machines"
+        assert found.iteration_s == pytest.approx(expected.iteration_s, rel=1e-3), "except for rows between machines"
         seconds.append(found.iteration_s)
     assert seconds[0] > 1.02 * seconds[1], "the slow links cost something"
 
@@ -210,7 +210,7 @@ def test_a_plan_that_does_not_say_which_entry_is_asked() -> None:
         simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(written))
 
 
-def test_machines_that_were_edited_count_rather_than_the_estimates() -> None:
+def test_simulation_prefers_edited_machines_to_estimates() -> None:
     machines = tuple(MachineSpec(gpu=gpu(kind), num_gpus=4) for kind in ("a100-80", "h100"))
     both = ClusterSpec(machines=machines, inter_bandwidth_bytes_per_s=25e9)
     pools = parse_placement("actor+critic+reference=4@h100")
@@ -264,7 +264,7 @@ def test_the_command_prints_calls_and_json(tmp_path: Path) -> None:
     assert json.loads(again)["plan"]["estimates"]["iteration_s"] == body["plan"]["estimates"]["iteration_s"]
 
 
-def test_the_commands_take_a_problem_with_two_entries_of_one_kind(tmp_path: Path) -> None:
+def test_commands_accept_two_machine_entries_of_one_kind(tmp_path: Path) -> None:
     entry = '[[cluster.machines]]\ngpu = "l40s"\nnum_gpus = {}\n'
     problem = PROBLEM.format(model="qwen2.5-0.5b").replace("[workload]", entry.format(8) + "[workload]")
     problem = problem.replace("[cluster]", "[cluster]\ninter_bandwidth_bytes_per_s = 25e9")

@@ -101,7 +101,7 @@ def test_training_computes_three_forwards_or_four_with_recompute(recompute: str,
     assert training.latency_s == pytest.approx(sum(training.breakdown.values()))
 
 
-def test_selective_recompute_repeats_attention_or_half_of_the_multiplications() -> None:
+def test_selective_recompute_repeats_attention_or_half() -> None:
     """Unfused attention costs 4 S q FLOPs a token, with no mask skipped; its core alone is computed again."""
     old = dataclasses.replace(WORKLOAD, recompute="selective", software=MEGATRON_2021)
     cluster, per_flop_s = build_arithmetic_cluster(), 1024 * 2048 / (8 * PEAK * 0.5)
@@ -170,7 +170,7 @@ def test_tensor_parallelism_costs_two_all_reduces_a_layer() -> None:
     assert estimate.breakdown["tensor_parallel_s"] == pytest.approx(expected)
 
 
-def test_fsdp_waits_for_its_weights_only_where_computing_is_shorter() -> None:
+def test_fsdp_waits_for_weights_only_if_computing_is_shorter() -> None:
     """Transfers that computing hides slow it down by 0.6 of their time; inside a machine an update has four of each."""
     inside = simulate_training(LLAMA, build_cluster(), layout("1-1-8"), WORKLOAD)
     across = simulate_training(LLAMA, build_cluster(16), layout("1-1-128"), WORKLOAD)
@@ -183,7 +183,7 @@ def test_fsdp_waits_for_its_weights_only_where_computing_is_shorter() -> None:
     assert waited == pytest.approx(gathers_s, rel=0.01)
 
 
-def test_without_shared_rails_each_rank_receives_everything_over_its_part_of_the_network() -> None:
+def test_ranks_without_shared_rails_receive_everything() -> None:
     old = dataclasses.replace(WORKLOAD, software=ZERO_2021)
     parts = simulate_training(LLAMA, build_cluster(16), layout("1-1-128"), old).breakdown
     gathers_s = 8 * 3 * 2 * LLAMA.num_parameters / (0.71 * 25e9 / 8) * 127 / 128
@@ -200,7 +200,7 @@ def test_megatron_reduces_gradients_once_an_update() -> None:
 
 
 def test_spread_experts_are_summed_over_their_copies_only() -> None:
-    """Where every data-parallel rank has other experts, none is summed; with two copies, half as many twice."""
+    """Data-parallel ranks with different experts sum none of them; with two copies, half as many twice."""
     mixtral, cluster = ModelShape.preset("mixtral-8x7b"), build_cluster(2)
     experts = 3 * 32 * 8 * 4096 * 14336
     link = build_link(cluster, num_ranks=8, stride=2, world_size=16)
@@ -220,7 +220,7 @@ def test_spread_experts_are_summed_over_their_copies_only() -> None:
 
 
 @pytest.mark.parametrize(("recompute", "passes"), [("none", 2), ("selective", 2), ("full", 3)])
-def test_training_brings_tokens_to_their_experts_in_every_layer_and_pass(recompute: str, passes: int) -> None:
+def test_training_sends_tokens_to_experts_in_every_layer(recompute: str, passes: int) -> None:
     mixtral, cluster = ModelShape.preset("mixtral-8x7b"), build_cluster()
     workload = dataclasses.replace(WORKLOAD, recompute=recompute)
     spread = ParallelSpec(dp_size=8, ep_size=8)
@@ -233,7 +233,7 @@ def test_training_brings_tokens_to_their_experts_in_every_layer_and_pass(recompu
     assert read == pytest.approx(micro_batches * once_s)
 
 
-def test_spread_experts_compute_the_same_in_fewer_and_larger_multiplications() -> None:
+def test_spread_experts_need_fewer_larger_multiplications() -> None:
     mixtral = ModelShape.preset("mixtral-8x7b")
     layouts = [ParallelSpec(dp_size=8), ParallelSpec(dp_size=8, ep_size=8)]
     perfect = simulate_training(mixtral, build_arithmetic_cluster(), layouts, WORKLOAD, backend="megatron")
@@ -242,7 +242,7 @@ def test_spread_experts_compute_the_same_in_fewer_and_larger_multiplications() -
     assert small.breakdown["compute_s"][1] < 0.95 * small.breakdown["compute_s"][0]
 
 
-def test_fsdp_gathers_room_for_as_many_experts_of_every_rank_as_of_the_fullest() -> None:
+def test_fsdp_gathers_experts_of_the_fullest_rank() -> None:
     """Eight experts over sixteen ranks are gathered as sixteen, and in the transition, which has names, as eight."""
     mixtral, cluster, layouts = ModelShape.preset("mixtral-8x7b"), build_cluster(2), layout("1-1-16")
     experts = sum(math.prod(shape) for name, shape in mixtral.parameters().items() if ".experts." in name)
@@ -279,7 +279,7 @@ def test_lengths_that_do_not_vary_change_nothing() -> None:
     assert found == expected
 
 
-def test_shorter_sequences_take_less_time_and_cache_than_the_longest() -> None:
+def test_shorter_sequences_take_less_time_and_cache() -> None:
     cluster, generation = build_cluster(), GenerationSpec(gen_tp_size=1)
     ragged = dataclasses.replace(WORKLOAD, response_lengths=(128, 256, 512, 1024))
     for simulate in (simulate_training, simulate_inference):

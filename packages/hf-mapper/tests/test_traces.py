@@ -68,7 +68,7 @@ def plan() -> MappingPlan:
 
 
 def write_run(folder: Path, seconds: dict[str, float], *, slow: float = 1.0, **sizes: Any) -> Path:
-    """A run of four iterations on two ranks, the second of which is faster; the first iteration is ``slow``er."""
+    """A run of four iterations on two ranks, the second of which is faster; the first iteration is `slow`er."""
     (folder / "model").mkdir(parents=True)
     config = {**CONFIG, **{key: value for key, value in sizes.items() if key in CONFIG}}
     workload = {**WORKLOAD, **{key: value for key, value in sizes.items() if key in WORKLOAD}}
@@ -118,7 +118,7 @@ MEASURED = {
 }
 
 
-def test_a_stage_is_the_slowest_rank_over_the_calls_of_an_iteration(tmp_path: Path) -> None:
+def test_stage_time_is_the_slowest_rank_over_its_calls(tmp_path: Path) -> None:
     """Two updates of 0.2 s make 0.4 s; the warm-up, the faster rank, functions and evaluations do not count."""
     cases = read_stages(write_run(tmp_path / "run", MEASURED, slow=7.0))
     assert [(case.role, case.method, case.phase) for case in cases] == STAGES
@@ -147,7 +147,7 @@ def simulated_run(folder: Path, **sizes: Any) -> Path:
     return write_run(folder / "run", {case.fit_group: case.predict() for case in read_stages(guess, truth())}, **sizes)
 
 
-def test_calibration_finds_the_device_again_and_predicts_another_size(tmp_path: Path) -> None:
+def test_calibration_recovers_the_device_and_predicts_a_size(tmp_path: Path) -> None:
     profiles = [
         simulated_run(tmp_path / "a"),
         simulated_run(tmp_path / "b", hidden_size=640, intermediate_size=1792, global_batch=256, response_tokens=24),

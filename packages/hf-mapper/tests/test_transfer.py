@@ -115,7 +115,7 @@ def with_host_memory(problem: Any, host_memory_bytes: int) -> Any:
     return problem._replace(cluster=dataclasses.replace(problem.cluster, machines=(machine,)))
 
 
-def test_models_are_offloaded_where_memory_is_short_and_nowhere_else(paper_problem: Callable[..., Any]) -> None:
+def test_models_are_offloaded_only_if_memory_is_short(paper_problem: Callable[..., Any]) -> None:
     """13B PPO needs 16 GPUs (the paper's smallest cluster); with host memory, 8 will do, and 16 do not use it."""
     problem = paper_problem("ppo", "llama-2-13b", 8)
     with pytest.raises(PlanError, match="host_memory_bytes of the machines, to offload models"):
@@ -175,6 +175,6 @@ def test_host_memory_is_a_whole_number_of_bytes() -> None:
             cluster(host_memory_bytes=wrong)  # type: ignore[arg-type]
 
 
-def test_a_column_of_ones_own_counts_as_one_figure_for_each_token() -> None:
+def test_transfer_counts_an_unknown_column_once_per_token() -> None:
     call = ModelCall(role="own", method="weigh", kind="inference", reads=("prompt_ids",), writes=("token_weights",))
     assert count_call_rows(call, WORKLOAD) == CallRows(read_bytes=48 * 80, written_bytes=48 * 400)

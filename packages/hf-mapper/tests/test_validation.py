@@ -1,4 +1,4 @@
-"""Small tables whose errors are known, and the measured ones where they lie beside the repository."""
+"""Small tables whose errors are known, and the measured ones, if they lie next to the repository."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Write = Callable[..., Path]
 
 
 def predict(folder: Path) -> list[float]:
-    """What the simulators say of every usable row."""
+    """Returns the simulators' result for every usable row."""
     found = [cases for table in read_tables(folder) for _, cases in build_cases(table)]
     return [case.predict() for cases in found if not isinstance(cases, Exception) for case in cases]
 
@@ -180,7 +180,7 @@ def test_a_table_that_a_spreadsheet_wrote_is_read(write: Write) -> None:
     assert (errors.file, errors.rows_used) == ("TABLE.CSV", 1)
 
 
-def test_software_follows_from_the_source_where_no_framework_is_stated(write: Write) -> None:
+def test_software_follows_from_the_source_by_default(write: Write) -> None:
     plain = {key: value for key, value in RUN.items() if key != "framework"}
     folder = write([plain | {"source": source} for source in ("vTrain (MICRO24)", "a bench")])
     [table] = read_tables(folder)
@@ -259,7 +259,7 @@ def test_engines_of_2023_sum_around_a_ring(write: Write, framework: str, one_sho
 
 
 def test_an_engine_that_evicts_nothing_goes_in_whole_rounds(write: Write) -> None:
-    """70B in 16 bits on 4 x 40 GiB: what 0.9 of each leaves beside 1 GiB and the weights holds 18 whole sequences."""
+    """70B in 16 bits on 4 x 40 GiB: 0.9 of each, less 1 GiB and the weights, holds 18 whole sequences."""
     free = 0.9 * 40 * 2**30 - 2**30 - 2 * 68.98e9 / 4
     token = 2 * 80 * 8 * 128 * 2 / 4
     assert int(free / token / 2048) == 18
@@ -274,7 +274,7 @@ def test_an_engine_that_evicts_nothing_goes_in_whole_rounds(write: Write) -> Non
     assert all(before < after < 1.1 * before for before, after in itertools.pairwise(freed))
 
 
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_no_measured_run_is_called_out_of_memory() -> None:
     found = [cases for table in read_tables(MEASURED) for _, cases in build_cases(table)]
     runs = [case for cases in found if not isinstance(cases, Exception) for case in cases if case.phase == "training"]
@@ -332,7 +332,7 @@ def test_the_table_shows_percent(write: Write) -> None:
         ([{"gpu": "A100", "latency_s": 1.0, "batch": 1}], "this generation table lacks input_len, output_len"),
     ],
 )
-def test_a_table_without_needed_columns_is_one_line_and_exit_code_2(write: Write, rows: list, message: str) -> None:
+def test_table_without_columns_is_one_line_and_exit_code_2(write: Write, rows: list, message: str) -> None:
     result = CliRunner().invoke(main, ["validate", "--data", str(write(rows))])
     assert result.exit_code == 2
     assert message in result.output
@@ -350,7 +350,7 @@ def test_a_folder_without_tables_is_one_line_and_exit_code_2(tmp_path: Path, nam
         assert len(result.output.splitlines()) == 1
 
 
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_every_measured_row_is_used_or_skipped_for_a_reason() -> None:
     for table in read_tables(MEASURED):
         found = [cases for _, cases in build_cases(table)]

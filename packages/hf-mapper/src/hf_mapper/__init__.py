@@ -1,4 +1,4 @@
-"""Which GPUs, which placement, which parallelism for an RLHF dataflow: answered on a laptop, with the reasons.
+"""Choose GPUs, placement and parallelism for an RLHF dataflow: on a laptop, in seconds, with the reasons.
 
 ::
 

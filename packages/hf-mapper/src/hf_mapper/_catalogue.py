@@ -8,7 +8,7 @@ __all__ = ["CATALOGUE", "Figures"]
 
 
 class Figures(TypedDict):
-    """One accelerator, as the fields of a ``GpuSpec``."""
+    """One accelerator, as the fields of a `GpuSpec`."""
 
     memory_bytes: int
     peak_flops_per_s: dict[str, float]
@@ -21,7 +21,7 @@ class Figures(TypedDict):
 def _figures(
     *, mib: int, single: float, half: float, fp8: float | None, memory: float, link: float, host: float, source: str
 ) -> Figures:
-    """``single``, ``half`` and ``fp8`` in TFLOP/s, ``memory``, ``link`` and ``host`` in GB/s."""
+    """`single`, `half` and `fp8` in TFLOP/s, `memory`, `link` and `host` in GB/s."""
     peaks = {"float32": single * 1e12, "bfloat16": half * 1e12, "float16": half * 1e12}
     if fp8 is not None:
         peaks["float8"] = fp8 * 1e12

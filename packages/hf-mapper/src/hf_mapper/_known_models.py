@@ -56,7 +56,7 @@ _SIZES = (
 
 
 def find_model(name: str) -> ModelShape | None:
-    """The model that a table calls ``name``, None where the name is unknown."""
+    """The model that a table calls `name`, None where the name is unknown."""
     plain = re.sub(r"[\s_]+", "-", name.rsplit("/", 1)[-1].lower()).removeprefix("meta-")
     plain = re.sub(r"^qwen-(?=\d)", "qwen", plain)
     for pattern, preset in _PRESETS:
@@ -73,7 +73,7 @@ def find_model(name: str) -> ModelShape | None:
 
 
 def _find_preset(name: str) -> ModelShape | None:
-    """The preset that ``name`` begins with, before words such as "instruct"; of several the longest."""
+    """The preset that `name` begins with, before words such as "instruct"; of several the longest."""
     words = name.split("-")
     for end in range(len(words), 0, -1):
         with suppress(ConfigError):

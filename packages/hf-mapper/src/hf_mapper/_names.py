@@ -12,7 +12,7 @@ __all__ = ["unknown_name"]
 
 
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
-    """The error to raise for ``name``, which is none of ``known``; ``what`` says what it should have named."""
+    """The error to raise for `name`, which is none of `known`; `what` says what it should have named."""
     names = sorted(known)
     if near := find_similar(name, names, most=3):
         return ConfigError(f"{what} {show(name)} is unknown; nearest: {', '.join(near)}")

@@ -24,10 +24,10 @@ _GIB = 2**30
 class Alternative:
     """The best plan in which exactly these roles share pools.
 
-    ``name`` is ``"colocate"`` (one pool), ``"standalone"`` (a pool for each), ``"split"`` (the actor with its
-    reference, the others with each other) or empty. ``num_gpus`` of each pool and ``iteration_s`` are None where
-    nothing fits; then ``missing_bytes`` is what the fullest device lacks, None where devices are too few.
-    ``idle_part`` of each pool is the part of the iteration in which it does nothing. ``reason`` says in a line why the
+    `name` is `"colocate"` (one pool), `"standalone"` (a pool for each), `"split"` (the actor with its
+    reference, the others with each other) or empty. `num_gpus` of each pool and `iteration_s` are None where
+    nothing fits; then `missing_bytes` is what the fullest device lacks, None where devices are too few.
+    `idle_part` of each pool is the part of the iteration in which it does nothing. `reason` says in a line why the
     class loses.
     """
 
@@ -46,7 +46,7 @@ def compare_classes(
 ) -> tuple[Alternative, ...]:
     """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
 
-    Only those whose best plan is known when ``should_stop`` says yes. ``complete``: so was the search for ``chosen``.
+    Only those whose best plan is known when `should_stop` says yes. `complete`: so was the search for `chosen`.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
@@ -130,7 +130,7 @@ def _count_devices(count: int) -> str:
 
 
 def _explain_loss(problem: MapperConfig, pools: Sequence[PlacedPool], chosen: Sequence[PlacedPool]) -> str:
-    """How much slower, in which stage most, and which pool waits most."""
+    """Returns how much slower the placement is, its slowest stage and the pool that waits most."""
     seconds, best = (np.array([pool.option.stage_s for pool in placed]) for placed in (pools, chosen))
     stage_s, best_s = seconds.max(axis=0), best.max(axis=0)
     if stage_s.sum() <= best_s.sum() * (1 + 1e-8):

@@ -1,4 +1,4 @@
-"""What bounds an iteration: which stage, which pool, which resource; and what more of a resource would buy."""
+"""Bottlenecks of an iteration: the stage, the pool and the resource, and the gain from more of a resource."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Bottleneck", "Extension", "find_bottleneck", "try_extensions"]
 class Bottleneck:
     """The longest stage: its number (from 0), calls, seconds and part of the iteration, and the pool it waits for.
 
-    ``saved_s`` is what an iteration of the same layouts would save if a resource were twice as fast; ``resource`` is
+    `saved_s` is what an iteration of the same layouts would save if a resource were twice as fast; `resource` is
     the one that would save the stage most.
     """
 
@@ -39,7 +39,7 @@ class Bottleneck:
 class Extension:
     """The best plan with one more machine of a kind: its seconds, and the part of an iteration that it saves.
 
-    ``gpu_kind`` is the name of the machines (``ClusterSpec.names``).
+    `gpu_kind` is the name of the machines (`ClusterSpec.names`).
     """
 
     gpu_kind: str
@@ -50,7 +50,7 @@ class Extension:
 
 
 def find_bottleneck(problem: MapperConfig, pools: Sequence[PlacedPool]) -> Bottleneck:
-    """What bounds the plan ``pools``, by pricing it again with each resource twice as fast."""
+    """Finds the bottleneck of the plan `pools` by pricing it again with each resource twice as fast."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
 
     def price(cluster: ClusterSpec) -> NDArray[np.float64]:
@@ -75,7 +75,7 @@ def find_bottleneck(problem: MapperConfig, pools: Sequence[PlacedPool]) -> Bottl
 def try_extensions(problem: MapperConfig, iteration_s: float, should_stop: StopSign) -> tuple[Extension, ...]:
     """One more machine of each kind in turn; none where the cluster states no network between machines.
 
-    Only those whose best plan is known when ``should_stop`` says yes.
+    Only those whose best plan is known when `should_stop` says yes.
     """
     if problem.cluster.inter_bandwidth_bytes_per_s is None:
         return ()

@@ -83,7 +83,7 @@ class GroupError:
 class Calibration:
     """Constants of a GPU family with a software stack, their error on the rows they come from, and out of sample.
 
-    ``left_out`` has an entry for each model (of one model: each sweep), scored under constants fitted on the others.
+    `left_out` has an entry for each model (of one model: each sweep), scored under constants fitted on the others.
     """
 
     gpu: str
@@ -95,10 +95,10 @@ class Calibration:
 
 
 def calibrate_folder(folder: Path | str, *, stack: str | None = None, steps: int = 120) -> list[Calibration]:
-    """Fit every GPU family and software stack of ``folder``; links first, which the others then have.
+    """Fit every GPU family and software stack of `folder`; links first, which the others then have.
 
     Raises:
-        ConfigError: as ``read_tables``, or where no row is of ``stack``.
+        ConfigError: as `read_tables`, or where no row is of `stack`.
     """
     groups = group_cases(read_tables(Path(folder)))
     chosen = {key: cases for key, cases in groups.items() if stack in (None, key[1])}
@@ -131,7 +131,7 @@ def _calibrate(family: str, stack: str, cases: Sequence[Case], steps: int) -> Ca
 
 
 def group_cases(tables: Sequence[MeasuredTable]) -> dict[tuple[str, str], list[Case]]:
-    """The times in ``tables`` by (GPU family, software stack): what one set of constants is for."""
+    """The times in `tables` by (GPU family, software stack): what one set of constants is for."""
     groups: dict[tuple[str, str], list[Case]] = {}
     for table in tables:
         for _, found in build_cases(table):
@@ -144,7 +144,7 @@ def group_cases(tables: Sequence[MeasuredTable]) -> dict[tuple[str, str], list[C
 
 
 def find_free_constants(cases: Sequence[Case]) -> FreeConstants:
-    """Which constants such cases tell something about."""
+    """Returns the names of the constants that such cases determine."""
     phases = {case.phase for case in cases}
     return _LINKS if "communication" in phases else _TRAINING if "training" in phases else _GENERATION
 
@@ -152,9 +152,9 @@ def find_free_constants(cases: Sequence[Case]) -> FreeConstants:
 def fit_constants(
     cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, most_rows: int | None = None
 ) -> dict[str, float]:
-    """The values of ``names`` with the least loss over ``cases``, in three digits; other constants stay.
+    """The values of `names` with the least loss over `cases`, in three digits; other constants stay.
 
-    ``most_rows`` of each model are looked at, evenly spaced; by default all.
+    `most_rows` of each model are looked at, evenly spaced; by default all.
 
     Raises:
         ConfigError: for no case.
@@ -212,7 +212,7 @@ def _list_groups(cases: Sequence[Case]) -> list[str]:
 
 
 def _thin(cases: Sequence[Case], most: int) -> list[Case]:
-    """At most ``most`` cases of each group, evenly spaced in their order."""
+    """At most `most` cases of each group, evenly spaced in their order."""
     groups: dict[str, list[Case]] = {}
     for case in cases:
         groups.setdefault(case.fit_group, []).append(case)
@@ -224,7 +224,7 @@ def _family(case: Case) -> str:
 
 
 def apply_constants(case: Case, values: Mapping[str, float]) -> Case:
-    """``case`` with some constants of its GPU or of its links replaced."""
+    """`case` with some constants of its GPU or of its links replaced."""
     efficiency = case.cluster.machine.gpu.efficiency
     known = {field.name for field in fields(EfficiencySpec)}
     own = {name: value for name, value in values.items() if name in known}

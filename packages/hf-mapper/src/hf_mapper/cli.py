@@ -1,4 +1,4 @@
-"""The ``hf-mapper`` command."""
+"""The `hf-mapper` command."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Commands(click.Group):
 
 
 class _UserPath(click.Path):
-    """A path in which a leading ``~`` is the home directory.
+    """A path in which a leading `~` is the home directory.
 
     Args:
         is_written: the command ends in writing this file, which must be possible before it begins.
@@ -92,7 +92,7 @@ _time_limit = click.option(
 @click.group(cls=_Commands)
 @click.version_option(package_name="hf-mapper")
 def main() -> None:
-    """Which GPUs, which placement, which parallelism: the device mapper of HybridFlow."""
+    """Choose GPUs, placement and parallelism for an RLHF job: the device mapper of HybridFlow."""
 
 
 @main.command()

@@ -18,7 +18,7 @@ __all__ = ["CollectiveCase", "build_collective_cases"]
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveCase:
-    """One collective of ``num_bytes`` over ``num_ranks`` ranks, ``members`` of them in each machine."""
+    """One collective of `num_bytes` over `num_ranks` ranks, `members` of them in each machine."""
 
     source: str
     gpu: str

@@ -68,7 +68,7 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MapperConfig:
-    """The arguments of ``map_dataflow``. A role with a model computes with it: see ``Dataflow.with_models``."""
+    """The arguments of `map_dataflow`. A role with a model computes with it: see `Dataflow.with_models`."""
 
     dataflow: Dataflow
     models: Mapping[str, ModelShape]
@@ -116,7 +116,7 @@ def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
 
 
 def _read_plain_sizes(entry: dict[str, Any], where: str) -> ModelShape:
-    """A GPT as measured tables give it: ``params_b`` (billions), or ``layers``, ``hidden`` and ``heads``."""
+    """A GPT as measured tables give it: `params_b` (billions), or `layers`, `hidden` and `heads`."""
     _check_keys(where, entry, sorted(_PLAIN_SIZES | {"vocab"}), required=())
     hints: dict[str, Any] = {**dict.fromkeys(entry, int), "params_b": float}
     _check_types(entry, hints, where)
@@ -202,7 +202,7 @@ def _read_backends(entry: Any) -> tuple[str, ...] | None:
 
 
 def _build(of: type[T], table: Mapping[str, Any], where: str) -> T:
-    """An ``of`` from a table whose keys are its fields."""
+    """An `of` from a table whose keys are its fields."""
     fields = dataclasses.fields(of)  # type: ignore[arg-type]
     required = [field.name for field in fields if _is_required(field)]
     _check_keys(where, table, [field.name for field in fields], required=required)
@@ -242,5 +242,5 @@ def _check_types(table: Mapping[str, Any], hints: Mapping[str, Any], where: str)
 
 
 def _as_type(hint: Any) -> Any:
-    """What TOML has for an annotation: texts for literals, tables for mappings."""
+    """Returns TOML's type for an annotation: strings for literals, tables for mappings."""
     return {Literal: str, Mapping: dict}.get(get_origin(hint), hint)

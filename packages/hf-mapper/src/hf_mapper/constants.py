@@ -1,6 +1,6 @@
 """The shipped constants: what was fitted, for which accelerator and software, and on which rows.
 
-``benchmarks/simulator_errors.py --refit`` fits them again; it prints this table's values.
+`benchmarks/simulator_errors.py --refit` fits them again; it prints this table's values.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ __all__ = ["FITS", "Fit", "find_efficiency", "find_family", "find_links", "find_
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Constants of a GPU family with a software stack (``"links"`` for its machines' links).
+    """Constants of a GPU family with a software stack (`"links"` for its machines' links).
 
-    ``models`` are the models whose rows they were fitted on, by the beginnings of their names; rows of other models
-    were not looked at. ``source`` is part of these rows' source.
+    `models` are the models whose rows they were fitted on, by the beginnings of their names; rows of other models
+    were not looked at. `source` is part of these rows' source.
     """
 
     gpu: str
@@ -201,7 +201,7 @@ _SIMILAR = {"gh200": "h100", "h200": "h100", "b200": "h100"}
 
 
 def find_family(kind: str) -> str:
-    """What boards with different memory have in common, their chip: ``"a100"`` of ``"a100-80"``."""
+    """Returns the chip that boards with different memory have in common: `"a100"` of `"a100-80"`."""
     return kind.partition("-")[0]
 
 

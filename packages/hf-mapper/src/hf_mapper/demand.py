@@ -1,4 +1,4 @@
-"""What a dataflow asks of each model: which kinds of call, in which stage."""
+"""The calls that a dataflow makes to each model, by stage and kind."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demand
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDemand:
-    """One model's part of an iteration: ``calls[stage]`` are the kinds of its calls there, in program order.
+    """One model's part of an iteration: `calls[stage]` are the kinds of its calls there, in program order.
 
-    ``rows[stage]`` are the rows of the same calls; without it, calls read and write none.
+    `rows[stage]` are the rows of the same calls; without it, calls read and write none.
 
     Roles with equal demands are interchangeable for the search.
     """
@@ -35,19 +35,19 @@ class ModelDemand:
         return frozenset(kind for stage in self.calls for kind in stage)
 
     def count(self, simulator: str) -> tuple[int, ...]:
-        """How often each stage asks ``simulator``: its calls; for a transition, once in a stage that generates."""
+        """Counts each stage's calls of `simulator`; a transition counts once in a stage that generates."""
         if simulator == "transition":
             return tuple(int("generation" in stage) for stage in self.calls)
         return tuple(sum(kind == simulator for kind in stage) for stage in self.calls)
 
     @property
     def trained(self) -> bool:
-        """Whether gradients and an optimizer are held."""
+        """True if the model holds gradients and an optimizer."""
         return "training" in self.kinds
 
     @property
     def generates(self) -> bool:
-        """Whether a generation layout and a KV cache are needed."""
+        """True if the model needs a generation layout and a KV cache."""
         return "generation" in self.kinds
 
 
@@ -59,7 +59,7 @@ def build_demands(
 ) -> dict[str, ModelDemand]:
     """The demand of every role that has a model, in the dataflow's order of roles.
 
-    Of ``backends`` only those by role are in the demands: models that may run on other backends are different ones.
+    Of `backends` only those by role are in the demands: models that may run on other backends are different ones.
 
     Raises:
         ConfigError: for a model whose role is not in the dataflow, or a backend whose role has no model (with the
@@ -107,7 +107,7 @@ def _build_demand(
 
 
 def number_demands(demands: Iterable[ModelDemand]) -> list[ModelDemand]:
-    """The different demands among ``demands``: those of inference first, then training, then generation."""
+    """The different demands among `demands`: those of inference first, then training, then generation."""
     return sorted(dict.fromkeys(demands), key=lambda demand: (demand.generates, demand.trained))
 
 

@@ -16,18 +16,18 @@ _COSTS = ("half_size", "training_latency_s", "layer_latency_s", "sequence_latenc
 
 @dataclass(frozen=True, kw_only=True)
 class EfficiencySpec:
-    """What part of a peak is reached, and what is fixed cost: four constants of a training stack, four of an engine.
+    """Attained parts of peaks, and fixed costs: four constants of a training stack, four of an engine.
 
-    Training, and the log-probabilities and values of the model that is trained: ``training_flops`` and
-    ``training_bandwidth`` are attained parts of the peaks; ``half_size``: a matrix multiplication takes twice its
-    FLOPs' time where one dimension has this size, less where it is larger; ``training_latency_s``: to launch one
+    Training, and the log-probabilities and values of the model that is trained: `training_flops` and
+    `training_bandwidth` are attained parts of the peaks; `half_size`: a matrix multiplication takes twice its
+    FLOPs' time where one dimension has this size, less where it is larger; `training_latency_s`: to launch one
     layer's kernels once, however small.
 
-    Generation, of which the prefill is a part: ``generation_flops`` and ``memory_bandwidth`` are attained parts of the
-    peaks; ``layer_latency_s``: to launch one layer's kernels; ``sequence_latency_s``: what a decode step adds for each
+    Generation, of which the prefill is a part: `generation_flops` and `memory_bandwidth` are attained parts of the
+    peaks; `layer_latency_s`: to launch one layer's kernels; `sequence_latency_s`: what a decode step adds for each
     sequence, on the host.
 
-    Both: ``fragmentation``, the part of memory that an allocator cannot hand out.
+    Both: `fragmentation`, the part of memory that an allocator cannot hand out.
 
     Raises:
         ConfigError: for a part outside (0, 1], a fragmentation outside [0, 1), or a negative latency or size.

@@ -33,7 +33,7 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode", "generation")
 class GenerationCase:
     """One measured batch: seconds of its prefill, of one decode step, or of the whole.
 
-    A prefill of ``single`` is of one sequence, whatever the batch: the least time to a first token.
+    A prefill of `single` is of one sequence, for any batch: the least time to a first token.
     """
 
     source: str
@@ -60,11 +60,11 @@ class GenerationCase:
 
     @property
     def fit_group(self) -> str:
-        """What is left out or fitted as a whole: a model."""
+        """The unit that is left out or fitted as a whole: a model."""
         return self.model.name
 
     def predict(self) -> float:
-        """What the simulator answers: a batch beyond the cache runs as places become free, in fractions of rounds.
+        """Returns the simulated time. A batch beyond the cache runs as places become free, in fractions of rounds.
 
         Where nothing is evicted, in whole ones: equal sequences end together.
         """
@@ -96,7 +96,7 @@ class GenerationCase:
         ).breakdown
 
     def _places(self) -> int:
-        """Sequences that the cache holds beside the weights and the runtime: half of their responses, or all."""
+        """Sequences that fit in the cache next to weights and runtime, with half of their responses or with all."""
         size = self.generation.replica_size
         spec = self.cluster.machine.gpu
         total = spec.memory_bytes * self.engine.memory_fraction - spec.reserved_bytes

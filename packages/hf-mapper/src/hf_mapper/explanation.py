@@ -1,4 +1,4 @@
-"""Why a plan is the best one: the other placement classes, what bounds it, what more would buy, how sure it is."""
+"""Reasons for a plan: the other placement classes, its bottlenecks, the gain from more, and its tolerance to errors."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["Explanation", "explain_plan"]
 class Explanation:
     """The best plan of a problem with its reasons.
 
-    ``alternatives`` has every placement class, the chosen one first; ``extensions`` one entry for each kind of machine
-    (empty where the cluster states no network); ``tolerances`` one for each simulator of seconds that the plan depends
-    on, ``memory`` that of bytes (empty and None where they were not asked for, or the search for them was stopped).
-    ``complete``: nobody stopped it; else plan and reasons are those found before.
+    `alternatives` has every placement class, the chosen one first; `extensions` one entry for each kind of machine
+    (empty where the cluster states no network); `tolerances` one for each simulator of seconds that the plan depends
+    on, `memory` that of bytes (empty and None where they were not asked for, or the search for them was stopped).
+    `complete`: nobody stopped it; else plan and reasons are those found before.
     """
 
     plan: MappingPlan
@@ -36,7 +36,7 @@ class Explanation:
     complete: bool
 
     def to_json(self) -> str:
-        """One JSON object, ending in a newline; ``plan`` in it is what ``MappingPlan.from_json`` reads."""
+        """One JSON object, ending in a newline; `plan` in it is what `MappingPlan.from_json` reads."""
         body: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
             "alternatives": [asdict(entry) for entry in self.alternatives],
@@ -50,13 +50,13 @@ class Explanation:
 
 
 def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, robustness: bool = True) -> Explanation:
-    """Find the best plan of ``problem`` and its reasons; ``robustness`` takes a hundred searches or two more.
+    """Find the best plan of `problem` and its reasons; `robustness` takes a hundred searches or two more.
 
-    ``should_stop`` is asked as in ``map_dataflow``: when it says yes, the plan is the best so far, what bounds it is
+    `should_stop` is asked as in `map_dataflow`: when it says yes, the plan is the best so far, what bounds it is
     said all the same, and of the other reasons those that were found for certain.
 
     Raises:
-        PlanError, ConfigError: as ``map_dataflow``.
+        PlanError, ConfigError: as `map_dataflow`.
     """
     sign = _Remembered(should_stop or (lambda: False))
     plan, pools = find_pools(problem, sign)

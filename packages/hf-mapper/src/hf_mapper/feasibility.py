@@ -1,4 +1,4 @@
-"""Whether models fit a cluster at all, and the smallest cluster on which they would: memory alone, no times."""
+"""Memory alone, without times: decide if models fit a cluster, and find the smallest cluster that they fit."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def is_feasible(
     *,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> bool:
-    """Whether any placement of the models fits the cluster's memory.
+    """Returns True if any placement of the models fits the cluster's memory.
 
     Raises:
-        PlanError, ConfigError: as ``map_dataflow`` does for its inputs.
+        PlanError, ConfigError: as `map_dataflow` does for its inputs.
     """
     problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
     allocations = _least_allocations(problem)
@@ -85,7 +85,7 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
 
 
 def _least_allocations(problem: MapperConfig) -> Iterator[tuple[PoolRequest, ...]]:
-    """For every partition, the fewest devices of each kind that hold each set; ``pack`` favours smaller requests."""
+    """For every partition, the fewest devices of each kind that hold each set; `pack` favours smaller requests."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     least: dict[tuple[int, ...], list[PoolRequest]] = {}
@@ -98,7 +98,7 @@ def _least_allocations(problem: MapperConfig) -> Iterator[tuple[PoolRequest, ...
 
 
 def _count_machines(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> int:
-    """The fewest machines of the cluster's only kind into which ``requests`` pack."""
+    """The fewest machines of the cluster's only kind into which `requests` pack."""
     devices = sum(request.num_gpus for request in requests)
     count = -(-devices // cluster.machine.num_gpus)
     while not fits(replace(cluster, machines=(replace(cluster.machine, num_machines=count),)), requests):
@@ -125,7 +125,7 @@ def find_least_memory(
 ) -> tuple[float, tuple[ModelOption, ...]]:
     """The least bytes per device, states and largest work, of one option of each model; and these options.
 
-    Together they have at most ``offload_bytes`` in host memory. Infinity and nothing where a model has no option.
+    Together they have at most `offload_bytes` in host memory. Infinity and nothing where a model has no option.
     """
     least: tuple[float, tuple[ModelOption, ...]] = (float("inf"), ())
     for limit in sorted({option.work_bytes for of_model in options for option in of_model}):
@@ -138,7 +138,7 @@ def find_least_memory(
 
 
 def _find_least_states(options: Sequence[ModelOption], limit: float) -> list[ModelOption]:
-    """Of the options with work up to ``limit`` the one with the least state, and of the offloaded ones likewise."""
+    """Of the options with work up to `limit` the one with the least state, and of the offloaded ones likewise."""
     within = [option for option in options if option.work_bytes <= limit]
     resting = [[option for option in within if (option.host_bytes > 0) == offloaded] for offloaded in (False, True)]
     return [min(some, key=lambda option: option.state_bytes + option.host_bytes) for some in resting if some]

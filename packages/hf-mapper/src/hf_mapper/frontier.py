@@ -9,7 +9,7 @@ __all__ = ["find_frontier"]
 
 
 def find_frontier(points: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Rows of ``points`` ``[M, D]`` that no other row undercuts or equals in all coordinates; of equal rows the first.
+    """Rows of `points` `[M, D]` that no other row undercuts or equals in all coordinates; of equal rows the first.
 
     The answer is in lexicographic order of the points.
     """

@@ -49,9 +49,9 @@ _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
 class TrainingCase:
     """One measured step (seconds) or one measured rank (bytes): the arguments of the simulators, and what was measured.
 
-    ``part`` of a rank's bytes is one of the columns param_opt_gib and activation_gib, or empty for all it held.
+    `part` of a rank's bytes is one of the columns param_opt_gib and activation_gib, or empty for all it held.
 
-    ``sweep`` names the runs of one model on as many GPUs with the same batch; ``stack`` the software's constants.
+    `sweep` names the runs of one model on as many GPUs with the same batch; `stack` the software's constants.
     """
 
     source: str
@@ -74,11 +74,11 @@ class TrainingCase:
 
     @property
     def fit_group(self) -> str:
-        """What is left out or fitted as a whole: a sweep's model."""
+        """The unit that is left out or fitted as a whole: a sweep's model."""
         return self.model.name
 
     def predict(self) -> float:
-        """What the simulators answer: seconds of the step, or bytes of the fullest rank."""
+        """Returns the simulated seconds of the step, or bytes of the fullest rank."""
         if self.phase == "training":
             return simulate_training(
                 self.model, self.cluster, self.parallel, self.workload, backend=self.backend
@@ -99,7 +99,7 @@ class TrainingCase:
 
 
 def build_cluster(cluster: ClusterSpec, efficiency: EfficiencySpec, **links: float) -> ClusterSpec:
-    """``cluster`` with other constants: of its GPUs, and any of its three of links."""
+    """`cluster` with other constants: of its GPUs, and any of its three of links."""
     machine = replace(cluster.machine, gpu=replace(cluster.machine.gpu, efficiency=efficiency))
     if "intra_latency_s" in links:
         machine = replace(machine, intra_latency_s=links["intra_latency_s"])
@@ -111,7 +111,7 @@ def find_gpu(name: str) -> str:
     """The catalogue's name of a GPU as tables write it.
 
     Raises:
-        SkipRow: where the catalogue has none.
+        SkipRow: if the catalogue does not have the GPU.
     """
     plain = re.sub(r"[\s_(),/]+", "-", re.sub(r"^\d+\s*x\s*", "", name.strip().lower()))
     plain = re.sub(r"(?<=\d)(sxm|pcie|nvl)", r"-\1", plain)
@@ -128,7 +128,7 @@ def find_gpu(name: str) -> str:
 
 
 def find_model_of_row(row: Row) -> ModelShape:
-    """The row's model: by layers, hidden and heads, else by its name, else one of ``params_b`` billion parameters.
+    """The row's model: by layers, hidden and heads, else by its name, else one of `params_b` billion parameters.
 
     Raises:
         SkipRow: where the row has none of them.
@@ -146,7 +146,7 @@ def find_model_of_row(row: Row) -> ModelShape:
 
 
 def _describe_sizes(row: Row) -> str:
-    """A name for a model that has none, so that rows of different models are told apart."""
+    """Returns a name for a model without one, so that rows of different models are distinguished."""
     sizes = [f"{column} {row[column]}" for column in ("layers", "hidden", "heads") if row.get(column)]
     return " ".join(sizes) if len(sizes) == len(("layers", "hidden", "heads")) else f"{row.get('params_b', '')}B"
 
@@ -279,7 +279,7 @@ def _find_cluster(row: Row, kind: str, num_gpus: int, stack: str) -> ClusterSpec
 
 
 def _find_board(name: str, spec: GpuSpec) -> GpuSpec:
-    """The board that a table describes beside the GPU's name: "96GB-HBM2e (500W)".
+    """Returns the board that a table describes in addition to the GPU's name: "96GB-HBM2e (500W)".
 
     HBM2e has at most 3.2 Gbit/s on each of a stack's 1,024 pins, and stacks of 16 GB. Power grows with the cube of the
     clock (the voltage follows it), so a limit takes the third root of itself off the peak.

@@ -1,4 +1,4 @@
-"""How wrong the memory simulator may be before another plan is better, or the plan no longer fits.
+"""Error factors of the memory simulator within which a plan stays the best one and fits.
 
 Models that need f times the bytes fit where those predicted fit into 1 / f of the memory. Where more is needed nothing
 new fits, so the plan stays the best for as long as it fits itself. Where less is needed, rivals that are faster come to
@@ -23,7 +23,7 @@ from hf_mapper.specs import ClusterSpec, MachineSpec
 __all__ = ["MemoryTolerance", "compute_memory_tolerance"]
 
 _STEP = 1e-6
-"""How far above the factor at which a rival fits the search for earlier ones looks."""
+"""Relative step above the factor at which a rival fits, in the search for earlier rivals."""
 _TIE = 1e-8
 """Relative difference below which two plans are equally fast, as in the search."""
 
@@ -32,8 +32,8 @@ _TIE = 1e-8
 class MemoryTolerance:
     """Factors on the bytes that models need, on devices and hosts, between which the plan stays optimal.
 
-    At ``optimal_from`` a faster plan fits, whose pools' roles are ``winner_below``; it is ``1 / MOST_FACTOR`` and the
-    roles are empty where none does. Above ``optimal_to`` the plan itself no longer fits.
+    At `optimal_from` a faster plan fits, whose pools' roles are `winner_below`; it is `1 / MOST_FACTOR` and the
+    roles are empty where none does. Above `optimal_to` the plan itself no longer fits.
     """
 
     optimal_from: float
@@ -49,7 +49,7 @@ class MemoryTolerance:
 def compute_memory_tolerance(
     problem: MapperConfig, pools: Sequence[PlacedPool], should_stop: StopSign
 ) -> MemoryTolerance | None:
-    """The tolerance of the plan ``pools`` of ``problem``; None where ``should_stop`` says yes before it is known."""
+    """The tolerance of the plan `pools` of `problem`; None where `should_stop` says yes before it is known."""
     chosen_s = compute_cost([pool.option.stage_s for pool in pools])
     winner: Sequence[PlacedPool] = ()
     below, factor = 1 / MOST_FACTOR, 1 / MOST_FACTOR
@@ -69,7 +69,7 @@ def compute_memory_tolerance(
 
 
 def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tuple[PlacedPool, ...] | None:
-    """The best pools where models need ``factor`` times the bytes; None for a search that was stopped."""
+    """The best pools where models need `factor` times the bytes; None for a search that was stopped."""
     if should_stop():
         return None
     machines = tuple(_share_memory(machine, factor) for machine in problem.cluster.machines)
@@ -81,7 +81,7 @@ def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tupl
 
 
 def _share_memory(machine: MachineSpec, factor: float) -> MachineSpec:
-    """``machine`` with 1 / ``factor`` of the memory that models may fill."""
+    """`machine` with 1 / `factor` of the memory that models may fill."""
     gpu = machine.gpu
     memory = gpu.reserved_bytes + int((gpu.memory_bytes - gpu.reserved_bytes) / factor)
     return replace(
@@ -92,7 +92,7 @@ def _share_memory(machine: MachineSpec, factor: float) -> MachineSpec:
 
 
 def _find_largest_factor(cluster: ClusterSpec, pools: Sequence[PlacedPool]) -> float:
-    """How many times the bytes its fullest device, or its fullest part of a host's memory, would still hold."""
+    """Returns the factor on the bytes at which the fullest device, or part of host memory, is full."""
     factors = []
     for pool in pools:
         machine = cluster.machines[pool.option.request.machine]

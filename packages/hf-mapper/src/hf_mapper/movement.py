@@ -1,4 +1,4 @@
-"""What a model's calls move in each stage: rows from and to other models, and an offloaded model's own state."""
+"""Bytes that a model's calls move in each stage: rows from and to other models, and an offloaded model's own state."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def transfer_stage_s(
 
 
 def count_swaps(kind: CallKind, workload: WorkloadSpec) -> int:
-    """How often an offloaded model comes to its devices for a call: training calls once for every update."""
+    """Counts the loads of an offloaded model for a call: a training call loads it once for every update."""
     return {"training": workload.epochs * workload.mini_batches, "function": 0}.get(kind, 1)
 
 
 def offload_stage_s(
     demand: ModelDemand, cluster: ClusterSpec, workload: WorkloadSpec, host_bytes: float
 ) -> tuple[float, ...]:
-    """Seconds in each stage that ``host_bytes`` per rank take from host memory and back, for every call."""
+    """Seconds in each stage that `host_bytes` per rank take from host memory and back, for every call."""
     return tuple(
         simulate_offload(host_bytes, cluster, num_swaps=sum(count_swaps(kind, workload) for kind in kinds))
         for kinds in demand.calls

@@ -2,8 +2,8 @@
 
 A layout respects: tp inside a machine; heads, KV heads and MLP width divisible by tp; layers by pp; the sequences of
 an update by dp; experts by ep, which divides dp; the prompts by the number of generation replicas. Generation layouts
-nest in Megatron's training layouts (paper, section 5.1); FSDP, which does not cut the model, generates with any gen_tp
-inside a machine.
+nest in Megatron's training layouts (paper, section 5.1); FSDP, which does not partition matrices, generates with any
+gen_tp inside a machine.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ BACKENDS = ("fsdp", "megatron")
 _AS_SIMULATED = SimulatorScales()
 
 _Rollout = tuple[int, GenerationSpec | None, int]
-"""Which training layout, by its number; how it generates, and in how many waves."""
+"""The number of a training layout, its generation layout and the number of waves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOption:
     """One way to run one model on a number of devices.
 
-    ``stage_s[i]`` is its time in stage i of the dataflow; ``state_bytes`` per rank stay, ``work_bytes`` is what its
+    `stage_s[i]` is its time in stage i of the dataflow; `state_bytes` per rank stay, `work_bytes` is what its
     largest call adds. A pool holds the states of all its models and the work of one call at a time. A model that is
-    offloaded has ``host_bytes`` per rank in host memory between its calls: they are work of these, and no state stays.
+    offloaded has `host_bytes` per rank in host memory between its calls: they are work of these, and no state stays.
     """
 
     parallel: ParallelSpec
@@ -105,7 +105,7 @@ def choose_backends(
 
 
 def find_device_counts(demand: ModelDemand, machine: MachineSpec, workload: WorkloadSpec) -> frozenset[int]:
-    """Every number of devices, up to those of ``machine``, that could hold a layout: pp * tp * dp that divide."""
+    """Every number of devices, up to those of `machine`, that could hold a layout: pp * tp * dp that divide."""
     model = demand.model
     return frozenset(
         pp * tp * dp
@@ -124,7 +124,7 @@ def parallel_layouts(
     backends: Sequence[str],
     trained: bool,
 ) -> Iterator[tuple[ParallelSpec, str]]:
-    """Every valid (layout, backend) of ``num_gpus`` ranks, pp then tp then ep ascending.
+    """Every valid (layout, backend) of `num_gpus` ranks, pp then tp then ep ascending.
 
     FSDP takes pp = tp = ep = 1 only, Megatron that too.
     """
@@ -145,7 +145,7 @@ def parallel_layouts(
 def generation_layouts(
     model: ModelShape, machine: MachineSpec, parallel: ParallelSpec, backend: str, workload: WorkloadSpec
 ) -> Iterator[GenerationSpec]:
-    """Every valid generation layout on the ranks of ``parallel``, gen_pp then gen_tp ascending."""
+    """Every valid generation layout on the ranks of `parallel`, gen_pp then gen_tp ascending."""
     num_gpus = parallel.world_size
     tensor_sizes = _divisors(model.num_heads, machine.num_gpus) if backend == "fsdp" else _divisors(parallel.tp_size)
     largest = workload.largest_generation
@@ -262,7 +262,7 @@ def best_parallelism(
     budget_bytes: float,
     backends: Sequence[str] | None = None,
 ) -> ModelOption | None:
-    """The fastest way to run one model alone within ``budget_bytes`` per rank (paper, Algorithm 2).
+    """The fastest way to run one model alone within `budget_bytes` per rank (paper, Algorithm 2).
 
     Of equally fast ones the one with the least memory, then the first in order of layouts. None when nothing fits.
     """
@@ -275,7 +275,7 @@ def best_parallelism(
 def _list_rollouts(
     demand: ModelDemand, machine: MachineSpec, workload: WorkloadSpec, layouts: Sequence[tuple[ParallelSpec, str]]
 ) -> list[_Rollout]:
-    """Every generation layout and number of waves of each of ``layouts``; nothing but itself without generation."""
+    """Every generation layout and number of waves of each of `layouts`; nothing but itself without generation."""
     if not demand.generates:
         return [(index, None, 1) for index in range(len(layouts))]
     return [
@@ -335,13 +335,13 @@ def _splits(model: ModelShape, tp: int) -> bool:
 
 
 def _inside_machine(machine: MachineSpec, num_gpus: int, tp: int) -> bool:
-    """Whether groups of ``tp`` consecutive ranks stay in a machine: ``pack`` gives whole machines and one remainder."""
+    """True if groups of `tp` consecutive ranks stay in a machine: `pack` gives whole machines and one remainder."""
     whole, rest = divmod(num_gpus, machine.num_gpus)
     return rest % tp == 0 and (whole == 0 or machine.num_gpus % tp == 0)
 
 
 def _tensor_sizes(model: ModelShape, machine: MachineSpec) -> list[int]:
-    """Tensor-parallel sizes that cut heads, KV heads and MLP evenly and stay in a machine."""
+    """Returns tensor-parallel sizes that divide heads, KV heads and MLP evenly and stay in a machine."""
     sizes = _divisors(model.num_kv_heads, machine.num_gpus)
     return [tp for tp in sizes if _splits(model, tp)]
 

@@ -1,4 +1,4 @@
-"""Which models share a pool (set partitions), and where a pool's devices are (``pack``)."""
+"""Sets of models that share a pool (set partitions), and the devices of each pool (`pack`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class PoolRequest:
-    """``num_gpus`` devices of the machines ``cluster.machines[machine]``."""
+    """`num_gpus` devices of the machines `cluster.machines[machine]`."""
 
     machine: int
     num_gpus: int
@@ -23,7 +23,7 @@ class PoolRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """``slots`` devices of machine number ``index`` among those of ``cluster.machines[machine]``."""
+    """`slots` devices of machine number `index` among those of `cluster.machines[machine]`."""
 
     machine: int
     index: int
@@ -31,9 +31,9 @@ class Slots:
 
 
 def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
-    """Every way to split ``items`` into non-empty sets, fewest sets first: Bell(n) of them (15 for four models).
+    """Every way to split `items` into non-empty sets, fewest sets first: Bell(n) of them (15 for four models).
 
-    Sets keep the order of ``items``, and stand in order of their first item.
+    Sets keep the order of `items`, and stand in order of their first item.
     """
     yield from sorted(_split(tuple(items)), key=len)
 
@@ -62,7 +62,7 @@ def pack(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> tuple[tuple[S
 
 
 def fits(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> bool:
-    """Whether ``pack`` finds a place for the requests."""
+    """True if `pack` finds a place for the requests."""
     return all(
         _place_rests(machine, [request.num_gpus for request in requests if request.machine == kind]) is not None
         for kind, machine in enumerate(cluster.machines)
@@ -70,7 +70,7 @@ def fits(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> bool:
 
 
 def _place_rests(machine: MachineSpec, counts: Sequence[int]) -> list[int] | None:
-    """The machine that holds what each of ``counts`` needs beyond whole machines (any, where that is nothing)."""
+    """The machine that holds what each of `counts` needs beyond whole machines (any, where that is nothing)."""
     used = sum(count // machine.num_gpus for count in counts)
     order = sorted(range(len(counts)), key=lambda number: -(counts[number] % machine.num_gpus))
     sizes = [counts[number] % machine.num_gpus for number in order]

@@ -20,7 +20,7 @@ FUNCTION_BACKEND = "function"
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedPool:
-    """Roles that share a pool, how each runs (``option.members``, in the order of ``roles``), and where."""
+    """Roles that share a pool, how each runs (`option.members`, in the order of `roles`), and where."""
 
     roles: tuple[str, ...]
     option: PoolOption
@@ -36,12 +36,12 @@ def build_plan(
     functions: Sequence[str],
     search: Mapping[str, Any],
 ) -> MappingPlan:
-    """The plan of ``pools`` and of one host slot for each of ``functions``; roles in the dataflow's order.
+    """The plan of `pools` and of one host slot for each of `functions`; roles in the dataflow's order.
 
-    A pool is named after its roles, joined by ``+``. ``estimates`` has ``iteration_s``; per stage its calls, its time
+    A pool is named after its roles, joined by `+`. `estimates` has `iteration_s`; per stage its calls, its time
     and the pool that it waits for; per pool its time in each stage, bytes used and usable per device, and the name of
-    its machines (``ClusterSpec.names``); per model its time in each stage, state, work and host bytes per device and
-    generation waves; the idle devices; ``search``; and, as ``pp-tp``, the sizes that ``largest_generation`` allowed, or
+    its machines (`ClusterSpec.names`); per model its time in each stage, state, work and host bytes per device and
+    generation waves; the idle devices; `search`; and, as `pp-tp`, the sizes that `largest_generation` allowed, or
     None.
     """
     order = {role: number for number, role in enumerate(dataflow.roles)}

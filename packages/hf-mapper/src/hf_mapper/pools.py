@@ -1,4 +1,4 @@
-"""What a set of models can do on n devices of one kind: the trade-offs between its stages that fit in memory.
+"""Trade-offs between the stages of a set of models on n devices of one kind that fit in memory.
 
 Models of one pool run one after another, so their times in a stage add; their states stay side by side, and one call
 at a time adds its work; offloaded states stay side by side in the device's part of host memory. An iteration is a sum
@@ -36,7 +36,7 @@ Members = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class PoolOption:
-    """A set of models on a pool: one ``ModelOption`` per member, seconds per stage, bytes per device."""
+    """A set of models on a pool: one `ModelOption` per member, seconds per stage, bytes per device."""
 
     request: PoolRequest
     members: tuple[ModelOption, ...]
@@ -56,7 +56,7 @@ class _Combinations:
 class PoolTable:
     """Memoised options of the models and of the sets of models that occur.
 
-    Models go by their number in ``demands``, sets by the sorted tuple of these: equal models are computed once.
+    Models go by their number in `demands`, sets by the sorted tuple of these: equal models are computed once.
     Demands with many options stand last: what a set's last model adds needs no frontier over memory.
     """
 
@@ -88,7 +88,7 @@ class PoolTable:
         return self._options[key]
 
     def device_counts(self, members: Members, kind: int) -> list[int]:
-        """Ascending numbers of devices of ``cluster.machines[kind]`` on which every member could have a layout."""
+        """Ascending numbers of devices of `cluster.machines[kind]` on which every member could have a layout."""
         key = (members, kind)
         if key not in self._counts:
             machine = self.cluster.machines[kind]
@@ -130,7 +130,7 @@ class PoolTable:
         return self._pools[members]
 
     def fastest_s(self, demand: int) -> NDArray[np.float64]:
-        """Seconds per stage ``[stages]`` that one model undercuts on no pool; infinite where it fits on none."""
+        """Seconds per stage `[stages]` that one model undercuts on no pool; infinite where it fits on none."""
         if demand not in self._fastest_s:
             rows = [option.stage_s for option in self.pool_options((demand,))]
             never = [[np.inf] * len(self.demands[demand].calls)]
@@ -154,7 +154,7 @@ class PoolTable:
         ]
 
     def _combine(self, members: Members, request: PoolRequest) -> _Combinations:
-        """What ``_join`` finds, without combinations that need no less time and no less memory than another."""
+        """Returns the combinations of `_join` that no other combination beats in both time and memory."""
         key = (members, request)
         if key not in self._combinations:
             joined = self._join(members, request)
@@ -177,13 +177,13 @@ class PoolTable:
         return _Combinations(values[fits], np.column_stack((before.chosen[left], right))[fits])
 
     def _rows(self, options: Sequence[ModelOption]) -> NDArray[np.float64]:
-        """Seconds per stage, host, state and work bytes of each option: ``[M, stages + 3]``."""
+        """Seconds per stage, host, state and work bytes of each option: `[M, stages + 3]`."""
         rows = [(*option.stage_s, option.host_bytes, option.state_bytes, option.work_bytes) for option in options]
         return np.array(rows, dtype=np.float64).reshape(len(rows), len(self.demands[0].calls) + 3)
 
 
 def build_table(problem: MapperConfig, demands: Mapping[str, ModelDemand]) -> PoolTable:
-    """The empty table of a problem whose roles have ``demands``."""
+    """The empty table of a problem whose roles have `demands`."""
     return PoolTable(
         demands=number_demands(demands.values()),
         cluster=problem.cluster,

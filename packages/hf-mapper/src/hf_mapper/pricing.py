@@ -1,4 +1,4 @@
-"""What placed pools take when a simulator, a device or a network is another: the layouts stay, the seconds change."""
+"""Price placed pools again under another simulator, device or network: layouts stay, seconds change."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hf_mapper.specs import ClusterSpec, WorkloadSpec
 __all__ = ["Seconds", "price_pools", "stage_seconds", "total_seconds"]
 
 Seconds = Mapping[str, NDArray[np.float64]]
-"""For each simulator its seconds ``[pools, stages]``."""
+"""For each simulator its seconds `[pools, stages]`."""
 
 
 def price_pools(
     pools: Sequence[PlacedPool], demands: Mapping[str, ModelDemand], cluster: ClusterSpec, workload: WorkloadSpec
 ) -> Seconds:
-    """The seconds of each simulator's calls, by pool and stage, on the machines of ``cluster``."""
+    """The seconds of each simulator's calls, by pool and stage, on the machines of `cluster`."""
     parts = [
         [
             _price_model(demands[role], option, cluster.only(pool.option.request.machine), workload)
@@ -41,7 +41,7 @@ def price_pools(
 
 
 def stage_seconds(seconds: Seconds, scales: SimulatorScales | None = None) -> NDArray[np.float64]:
-    """Seconds ``[pools, stages]`` of all simulators together, each times its factor."""
+    """Seconds `[pools, stages]` of all simulators together, each times its factor."""
     scales = scales or SimulatorScales()
     scaled = np.array([getattr(scales, name) * seconds[name] for name in SIMULATORS], dtype=np.float64)
     total: NDArray[np.float64] = scaled.sum(axis=0)

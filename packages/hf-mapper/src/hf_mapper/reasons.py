@@ -28,7 +28,7 @@ __all__ = [
 
 
 def render_explanation(explanation: Explanation, console: Console) -> None:
-    """Print the plan as ``render_plan`` does, then its reasons."""
+    """Print the plan as `render_plan` does, then its reasons."""
     render_plan(explanation.plan, console)
     console.print()
     print_table(console, _build_alternative_table(explanation.alternatives), drop=("why", "devices"))
@@ -49,7 +49,7 @@ def render_explanation(explanation: Explanation, console: Console) -> None:
 
 
 def describe_pools(pools: tuple[tuple[str, ...], ...]) -> str:
-    """``"actor+reference | critic+reward"``."""
+    """`"actor+reference | critic+reward"`."""
     return " | ".join("+".join(roles) for roles in pools)
 
 
@@ -62,7 +62,7 @@ def describe_bottleneck(found: Bottleneck) -> str:
 
 
 def describe_extension(found: Extension) -> str:
-    """What one more machine buys, in a line."""
+    """Returns the gain from one more machine, in a line."""
     idle = f", {found.idle_gpus} devices idle" if found.idle_gpus else ""
     bought = f"{100 * found.saved_part:.1f} % less" if found.saved_part > 5e-4 else "nothing gained"
     return (
@@ -72,7 +72,7 @@ def describe_extension(found: Extension) -> str:
 
 
 def describe_range(found: Tolerance) -> str:
-    """``"0.92 to 1.8"``: the factors between which the plan stays optimal; open where no search found an end."""
+    """`"0.92 to 1.8"`: the factors between which the plan stays optimal; open where no search found an end."""
     low = f"{found.optimal_from:.3g}" if found.winner_below else f"below {1 / MOST_FACTOR:.3g}"
     high = f"{found.optimal_to:.3g}" if found.winner_above else f"above {MOST_FACTOR:.3g}"
     return f"{low} to {high}"

@@ -174,7 +174,7 @@ def describe_generation_limit(plan: MappingPlan) -> str | None:
 
 
 def describe_devices(plan: MappingPlan, pool: PoolPlan) -> str:
-    """``"16 x a100-80 on 2 machines"``, one part for each kind."""
+    """`"16 x a100-80 on 2 machines"`, one part for each kind."""
     slots, machines = Counter[str](), Counter[str]()
     for machine in pool.machines:
         slots[machine.gpu_kind] += machine.slots
@@ -209,7 +209,7 @@ def _draw_memory(pool: Any) -> Text:
 
 
 def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
-    """``pp-tp-dp``, with ``ep`` where experts are spread; of a generation layout ``pp-tp``."""
+    """`pp-tp-dp`, with `ep` where experts are spread; of a generation layout `pp-tp`."""
     if isinstance(layout, GenerationSpec):
         return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
     experts = f" ep {layout.ep_size}" if layout.ep_size > 1 else ""

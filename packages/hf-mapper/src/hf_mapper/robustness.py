@@ -1,4 +1,4 @@
-"""How wrong a simulator may be before another plan is better: the question that the paper leaves open.
+"""Error factors of each simulator within which a plan stays optimal: the question that the paper leaves open.
 
 A plan's time is a sum over stages of maxima over pools, each linear in the factor on one simulator's answers. So for
 any rival the factor at which it overtakes is found to machine precision without a search; a search at that factor then
@@ -6,7 +6,7 @@ either finds a rival that overtakes earlier, or proves that none is better there
 
 Between two factors at which the plan is the best, no rival is better by more than a known part: every plan's time
 grows with the factor, and grows by no larger part than the factor does. So searches are as far apart as they can be
-while a rival that wins between two of them only, and is not seen, gains no more than ``RESOLUTION``.
+while a rival that wins between two of them only, and is not seen, gains no more than `RESOLUTION`.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TIE = 1e-8
 class Tolerance:
     """Factors on one simulator's seconds, the others being right, between which the plan stays optimal.
 
-    Between them no plan is better by more than ``RESOLUTION``, and at the ends none is better at all.
-    ``optimal_from`` and ``optimal_to`` are ``1 / MOST_FACTOR`` and ``MOST_FACTOR`` where no search found a better
+    Between them no plan is better by more than `RESOLUTION`, and at the ends none is better at all.
+    `optimal_from` and `optimal_to` are `1 / MOST_FACTOR` and `MOST_FACTOR` where no search found a better
     plan.
-    ``loss_if_faster`` and ``loss_if_slower``: the plan's time over the best plan's, less 1, should all calls of the
-    kind take 1/1.25 or 1.25 times what was predicted. ``winner_below`` and ``winner_above`` are the roles of the pools
+    `loss_if_faster` and `loss_if_slower`: the plan's time over the best plan's, less 1, should all calls of the
+    kind take 1/1.25 or 1.25 times what was predicted. `winner_below` and `winner_above` are the roles of the pools
     of the plan that takes over there (the same pools in other layouts, perhaps), empty where none does.
     """
 
@@ -71,9 +71,9 @@ class _Rival:
 def compute_tolerances(
     problem: MapperConfig, pools: Sequence[PlacedPool], should_stop: StopSign
 ) -> tuple[Tolerance, ...]:
-    """The tolerance of every simulator that the plan ``pools`` of ``problem`` calls at all.
+    """The tolerance of every simulator that the plan `pools` of `problem` calls at all.
 
-    Only of those that were done when ``should_stop`` says yes.
+    Only of those that were done when `should_stop` says yes.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     seconds = price_pools(pools, demands, problem.cluster, problem.workload)
@@ -128,7 +128,7 @@ def _find_end(
     cost: Callable[[_Rival, float], float],
     last: float,
 ) -> tuple[float, _Rival | None]:
-    """The factor nearest to 1 on the way to ``last`` beyond which another plan is better; and that plan."""
+    """The factor nearest to 1 on the way to `last` beyond which another plan is better; and that plan."""
 
     def beaten(rival: _Rival, factor: float) -> bool:
         return cost(rival, factor) < cost(chosen, factor) * (1 - _TIE)
@@ -163,7 +163,7 @@ def _cross(beaten: Callable[[float], bool], kept: float, lost: float) -> float:
 
 
 def _step(cost: Callable[[float], float], start: float, last: float) -> float:
-    """The farthest factor from ``start`` to ``last`` with nothing on the way that could gain over ``RESOLUTION``."""
+    """The farthest factor from `start` to `last` with nothing on the way that could gain over `RESOLUTION`."""
 
     def too_far(factor: float) -> bool:
         return _unseen_gain(cost, *sorted((start, factor))) > RESOLUTION
@@ -172,10 +172,10 @@ def _step(cost: Callable[[float], float], start: float, last: float) -> float:
 
 
 def _unseen_gain(cost: Callable[[float], float], low: float, high: float) -> float:
-    """The largest part by which a plan may beat the one with ``cost``, the best at ``low`` and ``high``, between them.
+    """The largest part by which a plan may beat the one with `cost`, the best at `low` and `high`, between them.
 
-    The best plan's time at a factor f is at least ``cost(low)``, and at least ``cost(high) * f / high``; both bounds
-    meet where the gain can be largest, as ``cost`` grows on the one side and ``cost(f) / f`` falls on the other.
+    The best plan's time at a factor f is at least `cost(low)`, and at least `cost(high) * f / high`; both bounds
+    meet where the gain can be largest, as `cost` grows on the one side and `cost(f) / f` falls on the other.
     """
     meet = high * cost(low) / cost(high)
     return cost(meet) / cost(low) - 1

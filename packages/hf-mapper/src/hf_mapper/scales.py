@@ -1,4 +1,4 @@
-"""How far off each simulator is supposed to be: factors on what it answers, to ask what a plan would be then."""
+"""Supposed errors of the simulators: factors on their results, to plan as if they were off by as much."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The exact search: set partitions x allocations x layouts, under the simulators' cost and one ``pack``.
+"""The exact search: set partitions x allocations x layouts, under the simulators' cost and one `pack`.
 
 The cost has the form of the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the
-maximum over pools, an iteration's the sum over stages. In a model's time are, beside the paper's, the transition, the
-rows that it gets from and gives to other models, and the way to host memory and back where it is offloaded. Idle
+maximum over pools, an iteration's the sum over stages. In addition to the paper's terms, a model's time includes the
+transition, rows received from and sent to other models, and moves to host memory and back where it is offloaded. Idle
 devices are allowed. Costs that agree in nine digits are ties: the fewest pools win, then the fewest devices, then the
 first in a fixed order.
 
@@ -49,10 +49,10 @@ def map_dataflow(
 ) -> MappingPlan:
     """The placement, allocation and layouts with the shortest iteration.
 
-    A role without a model (a reward function, advantages) gets a host slot of its own, beside the cluster's.
-    ``should_stop`` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
-    answer and ``estimates["search"]`` says ``complete: False``. Its ``gap`` is proven: no plan takes less than
-    ``iteration_s * (1 - gap)``; of a complete search it is 0. ``backends`` are the training backends to choose from,
+    A role without a model (a reward function, advantages) gets a host slot of its own, in addition to the cluster's.
+    `should_stop` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
+    answer and `estimates["search"]` says `complete: False`. Its `gap` is proven: no plan takes less than
+    `iteration_s * (1 - gap)`; of a complete search it is 0. `backends` are the training backends to choose from,
     for all roles or by role; by default FSDP on host slots, and FSDP and Megatron on accelerators.
 
     Raises:
@@ -66,7 +66,7 @@ def map_dataflow(
 def find_pools(
     problem: MapperConfig, should_stop: StopSign | None = None
 ) -> tuple[MappingPlan, tuple[PlacedPool, ...]]:
-    """The plan of ``map_dataflow``, and the pools that it was made of."""
+    """The plan of `map_dataflow`, and the pools that it was made of."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
@@ -86,7 +86,7 @@ def search_partitions(
     partitions: Iterable[Sequence[Sequence[str]]],
     should_stop: StopSign | None = None,
 ) -> tuple[tuple[PlacedPool, ...], dict[str, Any]]:
-    """The best pools among ``partitions`` of the roles, none where nothing fits; and what the search says of itself."""
+    """The best pools among `partitions` of the roles, none where nothing fits; and what the search says of itself."""
     number_of = {role: table.demands.index(demand) for role, demand in demands.items()}
     search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
     for partition in partitions:
@@ -101,7 +101,7 @@ def compute_cost(stage_s_of_pools: Sequence[Sequence[float]]) -> float:
 
 
 def _rounded(cost: float) -> float:
-    """Nine digits of ``cost``: the resolution at which two costs differ."""
+    """Nine digits of `cost`: the resolution at which two costs differ."""
     return float(f"{cost:.8e}")
 
 
@@ -124,12 +124,12 @@ class _Search:
 
     @property
     def gap(self) -> float:
-        """What part of the best plan's time is not proven to be needed: 0 after a complete search."""
+        """The part of the best plan's time that is not proven to be needed: 0 after a complete search."""
         best_s = compute_cost([pool.option.stage_s for pool in self.best])
         return max(0.0, 1 - self._open_s / best_s) if self.stopped and best_s else 0.0
 
     def try_partition(self, sets: Sequence[tuple[str, ...]]) -> None:
-        """Search the allocations of one partition; ``best`` is updated where one of them wins."""
+        """Search the allocations of one partition; `best` is updated where one of them wins."""
         least_s = self._fastest_s(sets)
         options: dict[tuple[str, ...], tuple[PoolOption, ...]] = {}
         for roles in sets:
@@ -144,7 +144,7 @@ class _Search:
         # The slowest set first: it moves the bound most.
         self._sets = sorted(sets, key=lambda roles: -sum(options[roles][0].stage_s))
         self._options = [options[roles] for roles in self._sets]
-        # From the set at an index on, no stage can be faster than this, whatever the rest gets.
+        # From the set at an index on, no stage can be faster than this for any allocation of the rest.
         self._stage_s = [np.array([option.stage_s for option in of_set]) for of_set in self._options]
         fastest = [stage_s.min(axis=0) for stage_s in self._stage_s]
         self._rest_s = [np.max(fastest[index:], axis=0) for index in range(len(fastest))]
@@ -156,7 +156,7 @@ class _Search:
         return self.stopped
 
     def _fastest_s(self, sets: Sequence[tuple[str, ...]]) -> float:
-        """What no plan of these pools undercuts, from each model's times alone."""
+        """Returns a lower bound on the time of every plan of these pools, from each model's times alone."""
         fastest = [np.sum([self.table.fastest_s(self.number_of[role]) for role in roles], axis=0) for roles in sets]
         return float(np.max(fastest, axis=0).sum())
 
@@ -179,7 +179,7 @@ class _Search:
                 self._descend((*chosen, option), slower_s[number])
 
     def _bound(self, least_s: float, chosen: tuple[PoolOption, ...]) -> tuple[float, int, int]:
-        """A key that no completion of ``chosen`` in ``least_s`` or more can undercut: its cost, pools and devices."""
+        """A key that no completion of `chosen` in `least_s` or more can undercut: its cost, pools and devices."""
         devices = sum(request.num_gpus for request in self._requests(chosen)) + len(self._sets) - len(chosen)
         return _rounded(least_s), len(self._sets), devices
 

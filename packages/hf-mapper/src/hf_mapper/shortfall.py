@@ -24,10 +24,10 @@ _ROOMY_BYTES = 2**60
 
 @dataclass(frozen=True, kw_only=True)
 class Shortfall:
-    """Where the fullest pool of a class runs out of memory, under the allocation that comes closest to fitting.
+    """The pool of a class that runs out of memory, under the allocation that comes closest to fitting.
 
-    ``missing_bytes`` per device of ``roles``' pool of ``num_gpus``; ``role.method`` is the call that needs most beside
-    the states of all of them.
+    `missing_bytes` per device of `roles`' pool of `num_gpus`; `role.method` is the call that needs most in
+    addition to the states of all of them.
     """
 
     roles: tuple[str, ...]
@@ -48,7 +48,7 @@ class _Try:
 def find_shortfall(
     problem: MapperConfig, demands: Mapping[str, ModelDemand], sets: Sequence[tuple[str, ...]]
 ) -> Shortfall | None:
-    """The least that ``sets``, each on a pool of its own, lack on the cluster; None when devices are too few."""
+    """The least that `sets`, each on a pool of its own, lack on the cluster; None when devices are too few."""
     roomy = replace(
         problem.cluster,
         machines=tuple(
@@ -95,7 +95,7 @@ def _list_tries(
 
 
 def _choose(cluster: ClusterSpec, tries: Sequence[Sequence[_Try]], limit: float) -> tuple[_Try, ...] | None:
-    """For each set the fewest devices of a kind on which it lacks at most ``limit``; None where they do not fit."""
+    """For each set the fewest devices of a kind on which it lacks at most `limit`; None where they do not fit."""
     least: list[list[_Try]] = []
     for of_set in tries:
         within = [entry for entry in of_set if entry.missing_bytes <= limit]
@@ -112,7 +112,7 @@ def _choose(cluster: ClusterSpec, tries: Sequence[Sequence[_Try]], limit: float)
 def _find_call(
     problem: MapperConfig, demands: Mapping[str, ModelDemand], worst: _Try, cluster: ClusterSpec
 ) -> tuple[str, str]:
-    """The role and method with the largest work beside the states."""
+    """Returns the role and method with the largest working memory in addition to the states."""
     index = max(range(len(worst.roles)), key=lambda number: worst.options[number].work_bytes)
     role, option = worst.roles[index], worst.options[index]
     given = (demands[role].model, cluster, option.parallel, problem.workload)

@@ -1,4 +1,4 @@
-"""What a given placement would take, rather than the best one: times and bytes of every call, stage by stage.
+"""Simulate a given placement instead of searching for one: times and bytes of every call, stage by stage.
 
 Where layouts are not given, each pool has those with which the whole iteration is shortest.
 """
@@ -36,9 +36,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class PoolChoice:
-    """Roles that share ``num_gpus`` devices; ``layouts`` are given ones, by role, others are chosen.
+    """Roles that share `num_gpus` devices; `layouts` are given ones, by role, others are chosen.
 
-    ``gpu_kind`` is needed where the cluster has several kinds: a name of ``ClusterSpec.names``.
+    `gpu_kind` is needed where the cluster has several kinds: a name of `ClusterSpec.names`.
     """
 
     roles: tuple[str, ...]
@@ -51,7 +51,7 @@ class PoolChoice:
 class CallEstimate:
     """One call of an iteration.
 
-    ``memory_bytes`` per device: the states of all models of the pool and what this call adds. ``breakdown``: seconds.
+    `memory_bytes` per device: the states of all models of the pool and what this call adds. `breakdown`: seconds.
     """
 
     stage: int
@@ -106,7 +106,7 @@ class Simulation:
 
 
 def parse_placement(text: str) -> tuple[PoolChoice, ...]:
-    """``"actor+reference=8, critic+reward=8"``: pools, roles joined by ``+``; ``=8@h100`` names the kind of device.
+    """`"actor+reference=8, critic+reward=8"`: pools, roles joined by `+`; `=8@h100` names the kind of device.
 
     Raises:
         PlanError: for anything else.
@@ -153,12 +153,12 @@ def simulate_placement(
     *,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> Simulation:
-    """Times and bytes of ``pools``; one that does not fit in memory is answered too (``check_memory`` tells).
+    """Times and bytes of `pools`; one that does not fit in memory is answered too (`check_memory` tells).
 
     Raises:
         PlanError: for a role that is missing, unknown or placed twice, devices that the cluster does not have, or a
             layout that the model cannot have.
-        ConfigError: as ``map_dataflow``.
+        ConfigError: as `map_dataflow`.
     """
     demands = build_demands(dataflow, models, workload, backends)
     _check_roles(demands, pools)
@@ -227,7 +227,7 @@ def _list_options(
     request: PoolRequest,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None,
 ) -> list[ModelOption]:
-    """The ways to run ``role`` on its pool; of a given layout, those that differ in rounds of generation."""
+    """The ways to run `role` on its pool; of a given layout, those that differ in rounds of generation."""
     part, given = cluster.only(request.machine), pool.layouts.get(role)
     if given is None:
         allowed = choose_backends(demand, part.machine.gpu.kind, backends)
@@ -335,7 +335,7 @@ def _estimate(
     *,
     resharded: bool,
 ) -> Estimate[float]:
-    """One call; ``resharded``: the weights are in the generation layout already, from a call of the same stage."""
+    """One call; `resharded`: the weights are in the generation layout already, from a call of the same stage."""
     if kind == "training":
         return simulate_training(model, part, option.parallel, workload, backend=option.backend)
     if kind == "inference":
@@ -354,7 +354,7 @@ def _estimate(
 def _add_movement(
     estimate: Estimate[float], call: ModelCall, part: ClusterSpec, option: ModelOption, workload: WorkloadSpec
 ) -> Estimate[float]:
-    """``estimate`` with the call's rows brought and, where the model is offloaded, its state."""
+    """`estimate` with the call's rows brought and, where the model is offloaded, its state."""
     rows = count_call_rows(call, workload)
     parts = {
         **estimate.breakdown,

@@ -1,4 +1,4 @@
-"""What a training stack does, as facts of its design; how fast it does it is fitted (``EfficiencySpec``)."""
+"""Facts about the design of a training stack; its speed is fitted (`EfficiencySpec`)."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _GATHERED = ("matrix", "layer", "model")
 class SoftwareSpec:
     """The defaults are what the backends of hf-engine do.
 
-    ``fused_attention``: scores stay on chip, and a causal mask halves the work; otherwise they are written and read.
-    ``sequence_parallel``: norms and residuals are cut over the tensor group too (Korthikanti et al.).
-    ``distributed_optimizer``: Megatron's optimizer state is sharded over data-parallel ranks.
-    ``dropout``: masks are drawn in training, which takes memory.
-    ``cast_weights``: weights are held once, in fp32, and cast when they are gathered; else there is a 16-bit copy too.
-    ``fused_loss``: the cross entropy holds logits and their gradient in the model's dtype, and widens them in parts.
-    ``shared_rails``: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
+    `fused_attention`: scores stay on chip, and a causal mask halves the work; otherwise they are written and read.
+    `sequence_parallel`: norms and residuals are sharded over the tensor group too (Korthikanti et al.).
+    `distributed_optimizer`: Megatron's optimizer state is sharded over data-parallel ranks.
+    `dropout`: masks are drawn in training, which takes memory.
+    `cast_weights`: weights are held once, in fp32, and cast when they are gathered; else there is a 16-bit copy too.
+    `fused_loss`: the cross entropy holds logits and their gradient in the model's dtype, and widens them in parts.
+    `shared_rails`: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
     receives all of it over its part of the network.
-    ``gathers``: what FSDP holds whole: the ``"layer"`` or ``"matrix"`` that computes and the next, or the ``"model"``.
-    ``gradient_bytes``: of one parameter's gradient, as it is kept and summed.
+    `gathers`: what FSDP holds whole: the `"layer"` or `"matrix"` that computes and the next, or the `"model"`.
+    `gradient_bytes`: of one parameter's gradient, as it is kept and summed.
     """
 
     name: str = "hf-engine"
@@ -80,10 +80,10 @@ ZERO_2021 = SoftwareSpec(
 class EngineSpec:
     """A generation engine; the defaults are what today's do.
 
-    ``memory_fraction`` of a device holds what the runtime reserves, the weights and the cache.
-    ``one_shot_reduce``: small all-reduces inside a machine read every peer at once rather than go around a ring.
-    ``first_token_decodes``: the first token comes from a decode step after the prefill rather than from the prefill.
-    ``evicts``: sequences start as long as the cache has room, and are set back when it has not; otherwise each starts
+    `memory_fraction` of a device holds what the runtime reserves, the weights and the cache.
+    `one_shot_reduce`: small all-reduces inside a machine read every peer at once rather than go around a ring.
+    `first_token_decodes`: the first token comes from a decode step after the prefill rather than from the prefill.
+    `evicts`: sequences start as long as the cache has room, and are set back when it has not; otherwise each starts
     when there is room for all of it, as by TensorRT-LLM's default policy, GUARANTEED_NO_EVICT.
     """
 

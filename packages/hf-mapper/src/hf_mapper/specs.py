@@ -57,10 +57,10 @@ def _check_counts(owner: str, **counts: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSpec:
-    """One kind of accelerator, or one slot of a host (kind ``"cpu"``).
+    """One kind of accelerator, or one slot of a host (kind `"cpu"`).
 
-    ``peak_flops_per_s`` is dense and by dtype; ``link_bandwidth_bytes_per_s`` is one direction to the other devices of
-    the machine, ``host_bandwidth_bytes_per_s`` one direction to the memory of its host; ``reserved_bytes`` is what the
+    `peak_flops_per_s` is dense and by dtype; `link_bandwidth_bytes_per_s` is one direction to the other devices of
+    the machine, `host_bandwidth_bytes_per_s` one direction to the memory of its host; `reserved_bytes` is what the
     runtime holds before any model (context, communicators).
 
     Raises:
@@ -95,11 +95,11 @@ class GpuSpec:
 
     @property
     def usable_bytes(self) -> float:
-        """What models may fill: memory less the runtime's own, less the fragmentation allowance."""
+        """Bytes that models may fill: memory less the runtime's own, less the fragmentation allowance."""
         return (self.memory_bytes - self.reserved_bytes) * (1 - self.efficiency.fragmentation)
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s at ``dtype``.
+        """Peak FLOP/s at `dtype`.
 
         Raises:
             ConfigError: when this accelerator publishes none for it.
@@ -112,7 +112,7 @@ class GpuSpec:
 
 
 def gpu(kind: str) -> GpuSpec:
-    """An accelerator of the catalogue by name, such as ``"h100"``, with the shipped constants where it has some.
+    """An accelerator of the catalogue by name, such as `"h100"`, with the shipped constants where it has some.
 
     Raises:
         ConfigError: for an unknown name, with the nearest known ones.
@@ -123,7 +123,7 @@ def gpu(kind: str) -> GpuSpec:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names that ``gpu`` knows, sorted."""
+    """Names that `gpu` knows, sorted."""
     return tuple(sorted(CATALOGUE))
 
 
@@ -135,7 +135,7 @@ def host_gpu(
     link_bandwidth_bytes_per_s: float = 2e9,
     reserved_bytes: int = 0,
 ) -> GpuSpec:
-    """One process slot of a host as a "GPU" of kind ``"cpu"``; the defaults are one ordinary core's.
+    """One process slot of a host as a "GPU" of kind `"cpu"`; the defaults are one ordinary core's.
 
     Raises:
         ConfigError: for a figure that is not positive.
@@ -155,11 +155,11 @@ def host_gpu(
 
 @dataclass(frozen=True, kw_only=True)
 class MachineSpec:
-    """``num_machines`` equal machines of ``num_gpus`` accelerators each.
+    """`num_machines` equal machines of `num_gpus` accelerators each.
 
-    ``intra_bandwidth_bytes_per_s`` is one direction per accelerator; the accelerator's own link where it is not given.
-    ``intra_latency_s`` is one hop of a collective inside the machine.
-    ``host_memory_bytes`` is what offloaded models may fill of one machine's own memory, those of each accelerator an
+    `intra_bandwidth_bytes_per_s` is one direction per accelerator; the accelerator's own link where it is not given.
+    `intra_latency_s` is one hop of a collective inside the machine.
+    `host_memory_bytes` is what offloaded models may fill of one machine's own memory, those of each accelerator an
     equal part; with 0, none is offloaded.
 
     Raises:
@@ -204,8 +204,8 @@ class MachineSpec:
 class ClusterSpec:
     """Machines of one kind or several, and the network between them.
 
-    ``inter_bandwidth_bytes_per_s`` is what one machine sends in one direction, over all its network cards;
-    it is needed as soon as there are two machines. ``link_efficiency`` is the part of any link that collectives reach.
+    `inter_bandwidth_bytes_per_s` is what one machine sends in one direction, over all its network cards;
+    it is needed as soon as there are two machines. `link_efficiency` is the part of any link that collectives reach.
 
     Raises:
         ConfigError: for no machine, a missing network, or a figure that is not positive.
@@ -231,14 +231,14 @@ class ClusterSpec:
 
     @classmethod
     def host(cls, slots: int, memory_bytes: int) -> ClusterSpec:
-        """This host as a cluster: ``slots`` processes with ``memory_bytes`` each, of kind ``"cpu"``."""
+        """This host as a cluster: `slots` processes with `memory_bytes` each, of kind `"cpu"`."""
         return cls(
             machines=(MachineSpec(gpu=host_gpu(memory_bytes=memory_bytes), num_gpus=slots, intra_latency_s=1e-4),)
         )
 
     @property
     def machine(self) -> MachineSpec:
-        """The only kind of machine: simulators work on clusters of one kind (see ``only``).
+        """The only kind of machine: simulators work on clusters of one kind (see `only`).
 
         Raises:
             ConfigError: when there are several kinds.
@@ -252,7 +252,7 @@ class ClusterSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each of ``machines``: its GPU's kind, and where several have that, a number: ``a100-80#2``."""
+        """A name for each of `machines`: its GPU's kind, and where several have that, a number: `a100-80#2`."""
         kinds = [machine.gpu.kind for machine in self.machines]
         return tuple(
             kind if kinds.count(kind) == 1 else f"{kind}#{kinds[: index + 1].count(kind)}"
@@ -265,7 +265,7 @@ class ClusterSpec:
         return sum(machine.total_gpus for machine in self.machines)
 
     def only(self, index: int) -> ClusterSpec:
-        """The part of the cluster with the machines of ``machines[index]``; one machine that is all has no network."""
+        """The part of the cluster with the machines of `machines[index]`; one machine that is all has no network."""
         network = self.inter_bandwidth_bytes_per_s
         if sum(machine.num_machines for machine in self.machines) == 1:
             network = None
@@ -280,17 +280,17 @@ SHIPPED_GENERATION = GenerationSpec(gen_pp_size=1, gen_tp_size=64)
 class WorkloadSpec:
     """One iteration of the dataflow.
 
-    ``global_batch`` counts prompts; each gets ``samples_per_prompt`` responses, and the sequences are trained on
-    ``epochs`` times, in ``mini_batches`` updates each time. ``prompt_tokens`` and ``response_tokens`` are the lengths
-    of every sequence, or the largest ones where ``prompt_lengths`` or ``response_lengths`` say how they vary: equally
+    `global_batch` counts prompts; each gets `samples_per_prompt` responses, and the sequences are trained on
+    `epochs` times, in `mini_batches` updates each time. `prompt_tokens` and `response_tokens` are the lengths
+    of every sequence, or the largest ones where `prompt_lengths` or `response_lengths` say how they vary: equally
     likely lengths, such as quantiles or a sample.
-    ``micro_batch_tokens`` bounds what one forward pass of one rank takes (always at least one sequence).
-    ``largest_generation`` bounds the sizes of a generation replica: by default at what the shipped engines run, without
+    `micro_batch_tokens` bounds what one forward pass of one rank takes (always at least one sequence).
+    `largest_generation` bounds the sizes of a generation replica: by default at what the shipped engines run, without
     pipeline stages (vLLM; SGLang 8 ways at most). Give larger sizes, or None for any, for an engine of your own.
-    ``max_generation_waves``: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
-    ``pipeline_chunks`` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
-    ``recompute``: what backward computes again, all layers (full), attention or half of the multiplications
-    (selective), or nothing (none). ``software``: what the training stack does. ``adapters``: what is trained in place
+    `max_generation_waves`: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
+    `pipeline_chunks` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
+    `recompute`: what backward computes again, all layers (full), attention or half of the multiplications
+    (selective), or nothing (none). `software`: what the training stack does. `adapters`: what is trained in place
     of the weights.
 
     Raises:

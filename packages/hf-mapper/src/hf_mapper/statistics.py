@@ -1,4 +1,4 @@
-"""How far predictions are from measurements, and whether they choose well.
+"""Errors of predictions against measurements, and the quality of the choices made by them.
 
 MAPE and search quality disagree in practice: a simulator that is 20 % fast everywhere ranks perfectly, and one that is
 5 % off at random may choose the wrong layout. So both are computed.

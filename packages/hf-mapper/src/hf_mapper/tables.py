@@ -58,7 +58,7 @@ class MeasuredTable:
 
 
 def read_tables(folder: Path) -> list[MeasuredTable]:
-    """Every ``*.csv`` of ``folder``, by name, in capitals too.
+    """Every `*.csv` of `folder`, by name, in capitals too.
 
     Raises:
         ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
@@ -75,7 +75,7 @@ def read_tables(folder: Path) -> list[MeasuredTable]:
 
 
 def find_kind(file: str, columns: Sequence[str]) -> str:
-    """What kind of measurement a table with these columns holds.
+    """Returns the kind of measurement that a table with these columns holds.
 
     Raises:
         ConfigError: where no kind fits, or one that fits lacks columns.
@@ -98,10 +98,10 @@ def find_kind(file: str, columns: Sequence[str]) -> str:
 
 
 def find_times(columns: Sequence[str]) -> dict[str, tuple[str, float, bool]]:
-    """Of each phase that the columns tell of: its column, the unit in seconds, and whether it is the least of several.
+    """Returns for each measured phase its column, the unit in seconds, and True if it is the least of several.
 
-    A name is a quantity, a unit and perhaps which of several values: ``ttft_s``, ``itl_p50_s``, ``token_time_ms_mean``.
-    Of several values the first of ``_VALUES`` counts; a time from end to end where nothing else is told.
+    A name is a quantity, a unit and perhaps which of several values: `ttft_s`, `itl_p50_s`, `token_time_ms_mean`.
+    Of several values the first of `_VALUES` counts; a time from end to end if the name does not say more.
     """
     found: dict[str, tuple[int, str, float, bool]] = {}
     for column in columns:
@@ -120,7 +120,7 @@ def find_times(columns: Sequence[str]) -> dict[str, tuple[str, float, bool]]:
 
 
 def is_marked(row: Row, column: str) -> bool:
-    """Whether a cell says more than "no": tables mark rows by 1, by True, or by the reason."""
+    """True if a cell says more than "no": tables mark rows by 1, by True, or by the reason."""
     text = row.get(column, "").lower()
     try:
         return float(text) != 0 and not math.isnan(float(text))
@@ -129,7 +129,7 @@ def is_marked(row: Row, column: str) -> bool:
 
 
 def number(row: Row, column: str, default: float | None = None) -> float:
-    """A cell above zero; ``default`` where it is blank or there is no such column.
+    """A cell above zero; `default` where it is blank or there is no such column.
 
     Raises:
         SkipRow: for a blank cell without default, or one that is not a number above zero, or out of all proportion.
@@ -151,10 +151,10 @@ def number(row: Row, column: str, default: float | None = None) -> float:
 
 
 def whole_number(row: Row, column: str, default: int | None = None) -> int:
-    """A cell that counts something; as ``number``.
+    """A cell that counts something; as `number`.
 
     Raises:
-        SkipRow: as ``number``, for a fraction, and for more than a billion.
+        SkipRow: as `number`, for a fraction, and for more than a billion.
     """
     found = number(row, column, default)
     if found != int(found):

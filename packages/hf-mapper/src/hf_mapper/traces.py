@@ -1,7 +1,7 @@
 """Measured runs of this project: the times in a run's trace, stage by stage, against the simulators' answers.
 
-A run's directory has ``trace.json``, the plan that was followed (``plan.json``), the workload (in ``summary.json``) and
-the model (``model/config.json``). A stage's time is that of its slowest rank inside the method, summed over the calls
+A run's directory has `trace.json`, the plan that was followed (`plan.json`), the workload (in `summary.json`) and
+the model (`model/config.json`). A stage's time is that of its slowest rank inside the method, summed over the calls
 of an iteration; the median over iterations counts, without the first, which warms everything up.
 """
 
@@ -39,24 +39,24 @@ _FREE = (
     (("generation",), ("generation_flops", "layer_latency_s", "memory_bandwidth", "sequence_latency_s")),
     (("training", "inference"), ("training_flops", "training_latency_s")),
 )
-"""What is fitted to which stages, in this order: two constants of the links, six of the devices with their software."""
+"""Constants and the stages to which they are fitted, in order: two of the links, six of devices and software."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceConstants:
-    """A device as runs have shown it, and its links: what ``calibrate --trace`` finds."""
+    """A device as runs have shown it, and its links: what `calibrate --trace` finds."""
 
     gpu: GpuSpec
     link_efficiency: float = 0.71
     intra_latency_s: float = 1.25e-5
 
     def to_json(self) -> str:
-        """As JSON text; a mapping problem takes the same fields as the ``gpu`` of a machine."""
+        """As JSON text; a mapping problem takes the same fields as the `gpu` of a machine."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> TraceConstants:
-        """Read what :meth:`to_json` wrote.
+        """Read what `to_json` wrote.
 
         Raises:
             ConfigError: for anything else.
@@ -73,9 +73,9 @@ class TraceConstants:
 
 @dataclass(frozen=True, kw_only=True)
 class StageCase:
-    """One stage of a run: ``measured`` seconds an iteration, and all that a simulator needs.
+    """One stage of a run: `measured` seconds an iteration, and all that a simulator needs.
 
-    ``times``: how often an iteration calls the method on all of its rows, as ReMax generates twice.
+    `times`: how often an iteration calls the method on all of its rows, as ReMax generates twice.
     """
 
     role: str
@@ -118,7 +118,7 @@ class StageCase:
 
 @dataclass(frozen=True, kw_only=True)
 class StageError:
-    """Predicted and measured seconds of one stage; ``error`` is predicted / measured - 1."""
+    """Predicted and measured seconds of one stage; `error` is predicted / measured - 1."""
 
     role: str
     method: str
@@ -129,7 +129,7 @@ class StageError:
 
 
 def validate_trace(path: Path | str, constants: TraceConstants | None = None) -> list[StageError]:
-    """Every stage of the run beside ``path``, its ``trace.json``, in order of its calls.
+    """Returns every stage of a run in order of its calls; `path` is the run's `trace.json`.
 
     Args:
         path: the trace.
@@ -160,7 +160,7 @@ def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
     Runs of different sizes tell fixed costs from rates; with one run alone a constant stands for both.
 
     Raises:
-        ConfigError: as :func:`validate_trace`, or for runs on different kinds of device.
+        ConfigError: as `validate_trace`, or for runs on different kinds of device.
     """
     kinds = {case.cluster.machine.gpu.kind for path in paths for case in read_stages(path)}
     if len(kinds) != 1:
@@ -183,12 +183,12 @@ def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
 
 
 def read_stages(path: Path | str, constants: TraceConstants | None = None) -> list[StageCase]:
-    """The stages of the run beside a trace, in order of their first calls.
+    """Returns the stages of the run to which a trace belongs, in order of their first calls.
 
-    How often a recipe makes a call is in the estimates of the mapper's plan; once where a plan has none.
+    How often a recipe makes a call is in the estimates of the mapper's plan; 1 for a plan without estimates.
 
     Raises:
-        ConfigError: as :func:`validate_trace`.
+        ConfigError: as `validate_trace`.
     """
     path = Path(path)
     run = path.parent
@@ -206,7 +206,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
         planned = Counter(name for stage in plan.estimates.get("stages", ()) for name in stage["calls"])
         WorkloadSpec(**workload)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        names = f"{path}, or summary.json or plan.json beside it,"
+        names = f"{path}, or summary.json or plan.json next to it,"
         raise ConfigError(f"{names} is not as a run wrote it: {error!r}") from error
     found = []
     for (role, method, phase), measured in stages.items():

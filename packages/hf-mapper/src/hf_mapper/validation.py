@@ -48,8 +48,8 @@ class SweepErrors:
 class SourceErrors:
     """Errors over one source's measurements of one phase on one GPU, as fractions; None where no row was used.
 
-    ``rows_used``: those that measured the phase. A skipped row counts with the first phase of its source and GPU only.
-    ``software``: what the simulators took the rows to run; it is not in the report.
+    `rows_used`: those that measured the phase. A skipped row counts with the first phase of its source and GPU only.
+    `software`: what the simulators took the rows to run; it is not in the report.
     """
 
     source: str
@@ -66,7 +66,7 @@ class SourceErrors:
 
 
 def validate_folder(folder: Path | str) -> list[SourceErrors]:
-    """Errors of every source in ``folder``, by file and in order of their rows.
+    """Errors of every source in `folder`, by file and in order of their rows.
 
     Raises:
         ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
@@ -75,7 +75,7 @@ def validate_folder(folder: Path | str) -> list[SourceErrors]:
 
 
 def build_report(errors: Sequence[SourceErrors]) -> dict[str, Any]:
-    """What ``hf-mapper validate --json`` prints."""
+    """Returns the object that `hf-mapper validate --json` prints."""
     sources = [asdict(source) for source in errors]
     return {"sources": [{key: source[key] for key in source if key != "software"} for source in sources]}
 
@@ -145,7 +145,7 @@ def compute_sweeps(cases: Sequence[Case], predicted: Sequence[float]) -> tuple[S
 
 
 def _layout(case: Case) -> tuple[object, ...]:
-    """What a sweep varies; repeats of one layout are not a sweep."""
+    """Returns the values that a sweep varies; repeats of one layout are not a sweep."""
     if isinstance(case, GenerationCase):
         return (case.generation,)
     assert isinstance(case, TrainingCase), "collectives have no sweeps"

@@ -1,7 +1,7 @@
 """Analytic simulators: pure functions of (model, cluster, parallel, workload); the cluster has one kind of machine.
 
 Training and inference are bound by arithmetic, generation by memory (paper, Appendix C); the attained parts of the
-peaks are the ``EfficiencySpec`` of the accelerator.
+peaks are the `EfficiencySpec` of the accelerator.
 """
 
 from __future__ import annotations

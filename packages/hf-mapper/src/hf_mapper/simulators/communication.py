@@ -1,7 +1,7 @@
 """Times of collectives, as latency plus bytes over bandwidth (alpha-beta), on the link that a group of ranks has.
 
 Ranks are numbered tp fastest, then dp, then pp, over whole machines, so a group is described by its size and by the
-stride between its members. Sizes and bytes are of one group, or of each of B (``Sizes``, ``Figures``).
+stride between its members. Sizes and bytes are of one group, or of each of B (`Sizes`, `Figures`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What a group of ``num_ranks`` ranks communicates over: attained bandwidth per rank, latency of one hop."""
+    """The link of a group of `num_ranks` ranks: attained bandwidth per rank, latency of one hop."""
 
     num_ranks: Sizes
     bandwidth_bytes_per_s: Figures
@@ -40,11 +40,11 @@ class Link:
 def build_link(
     cluster: ClusterSpec, *, num_ranks: Sizes, stride: Sizes, world_size: Sizes, shared_rails: bool = True
 ) -> Link:
-    """The link of groups of ``num_ranks`` ranks, ``stride`` apart, on a pool of ``world_size`` ranks.
+    """The link of groups of `num_ranks` ranks, `stride` apart, on a pool of `world_size` ranks.
 
     Inside a machine it is the accelerators' own link. Across machines the groups that cross at the same time share
     the machine's network; of a group, the members in one machine need it once (a ring enters a machine once), or
-    each for itself without ``shared_rails``.
+    each for itself without `shared_rails`.
 
     Raises:
         ConfigError: for more ranks than one machine has, on a cluster of one.
@@ -68,14 +68,14 @@ def build_link(
 def build_stage_link(cluster: ClusterSpec, layouts: Layouts) -> Link:
     """The link of a rank and the one that has the same place in the next pipeline stage.
 
-    Where some neighbours share a machine and others do not, that of the latter: the slowest hop sets the pace.
+    Where only some neighbours share a machine, returns the link between machines: the slowest hop sets the pace.
     """
     stride = layouts.tp_size * layouts.dp_size
     return build_link(cluster, num_ranks=layouts.pp_size, stride=stride, world_size=layouts.world_size)
 
 
 def round_trip_s(cluster: ClusterSpec, layouts: Layouts, num_bytes: Figures) -> Figures:
-    """Seconds to bring ``num_bytes`` through all pipeline stages in turn and back to the first, hop by hop."""
+    """Seconds to bring `num_bytes` through all pipeline stages in turn and back to the first, hop by hop."""
     stride = layouts.tp_size * layouts.dp_size
     pair = np.minimum(2, layouts.pp_size)
     near = build_link(cluster, num_ranks=pair, stride=stride, world_size=layouts.world_size)
@@ -86,18 +86,18 @@ def round_trip_s(cluster: ClusterSpec, layouts: Layouts, num_bytes: Figures) -> 
 
 
 def all_gather_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds to gather ``num_bytes``, the whole result, on every rank; a reduce-scatter of them takes as long."""
+    """Seconds to gather `num_bytes`, the whole result, on every rank; a reduce-scatter of them takes as long."""
     volume = num_bytes * (link.num_ranks - 1) / link.num_ranks
     return np.log2(link.num_ranks) * link.latency_s + volume / link.bandwidth_bytes_per_s
 
 
 def all_reduce_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds to sum ``num_bytes`` over every rank: a reduce-scatter and an all-gather."""
+    """Seconds to sum `num_bytes` over every rank: a reduce-scatter and an all-gather."""
     return 2 * all_gather_s(link, num_bytes)
 
 
 def all_to_all_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds in which every rank gives away ``num_bytes``, an equal part to each, itself among them, all at once."""
+    """Seconds in which every rank gives away `num_bytes`, an equal part to each, itself among them, all at once."""
     volume = num_bytes * (link.num_ranks - 1) / link.num_ranks
     return np.where(link.num_ranks == 1, 0.0, link.latency_s + volume / link.bandwidth_bytes_per_s)
 
@@ -105,7 +105,7 @@ def all_to_all_s(link: Link, num_bytes: Figures) -> Figures:
 def expert_exchange_s(
     model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes
 ) -> Figures:
-    """Seconds to bring a rank's ``tokens`` to the experts of one layer and back, once; none without expert parallelism.
+    """Seconds to bring a rank's `tokens` to the experts of one layer and back, once; none without expert parallelism.
 
     Experts are spread over neighbours in data, which across machines all need the network for themselves. Tokens are
     taken to choose all experts equally; each rank of a tensor group sends its part of them.
@@ -122,11 +122,11 @@ def expert_exchange_s(
 
 
 def one_shot_reduce_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds to sum ``num_bytes`` where every rank reads all the others' at once: one hop, and more bytes."""
+    """Seconds to sum `num_bytes` where every rank reads all the others' at once: one hop, and more bytes."""
     volume = num_bytes * (link.num_ranks - 1)
     return np.where(link.num_ranks == 1, 0.0, link.latency_s + volume / link.bandwidth_bytes_per_s)
 
 
 def point_to_point_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds to send ``num_bytes`` to a neighbour; none where there is no other rank."""
+    """Seconds to send `num_bytes` to a neighbour; none where there is no other rank."""
     return np.where(link.num_ranks == 1, 0.0, link.latency_s + num_bytes / link.bandwidth_bytes_per_s)

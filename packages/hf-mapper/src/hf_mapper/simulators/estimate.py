@@ -1,4 +1,4 @@
-"""What a simulator answers."""
+"""The result of a simulator."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Figure = TypeVar("Figure", float, NDArray[np.float64])
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate(Generic[Figure]):
-    """Time and memory of one call on one rank, the slowest and fullest: floats, or of B layouts arrays ``[B]``.
+    """Time and memory of one call on one rank, the slowest and fullest: floats, or of B layouts arrays `[B]`.
 
-    ``memory_bytes`` of a call is what it holds only while it runs (activations, KV cache, gathered weights); of
-    ``estimate_memory`` it is the whole. ``breakdown`` splits what the estimate is about into its named parts:
-    seconds for the calls (``*_s``), bytes for memory (``*_bytes``).
+    `memory_bytes` of a call is what it holds only while it runs (activations, KV cache, gathered weights); of
+    `estimate_memory` it is the whole. `breakdown` splits what the estimate is about into its named parts:
+    seconds for the calls (`*_s`), bytes for memory (`*_bytes`).
     """
 
     latency_s: Figure

@@ -1,13 +1,13 @@
 """Generation: a compute-bound prefill, then one memory-bound decode step per response token (paper, Appendix C).
 
 A decode step reads the rank's weights once (of a mixture, the experts that its tokens choose) and the keys and values
-of every running sequence, and multiplies; behind its launches, whichever takes longer, and both where they are close;
+of every running sequence, and multiplies; it takes the longer of that and its launches, or both where they are close;
 its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
 goes in waves; where responses vary in length, those that end leave their places to those that wait, and the last wave
 decodes until its longest ends. The reshard of the weights from training to generation comes first.
 
 Expert parallelism inside a replica, where an engine spreads whole experts over the tensor ranks instead of cutting
-each, is not told apart: a rank reads as many bytes, multiplies as much and takes part in as many sums.
+each, is not distinguished: a rank reads as many bytes, multiplies as much and takes part in as many sums.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def simulate_generation(
     backend: str | Sequence[str] | None = None,
     engine: EngineSpec = _ENGINE,
 ) -> Estimate[Any]:
-    """The whole batch by every replica in ``num_waves`` rounds, after the transition from ``parallel``.
+    """The whole batch by every replica in `num_waves` rounds, after the transition from `parallel`.
 
-    ``generation`` cuts a replica, by default as ``parallel`` cuts the model: pp * tp ranks.
-    ``memory_bytes`` is the KV cache, and what the generation weights add to the training shard.
+    `generation` partitions a replica, by default as `parallel` does the model: pp * tp ranks.
+    `memory_bytes` is the KV cache, and what the generation weights add to the training shard.
     """
     layouts = read_layouts(model, parallel, backend)
     check_layouts(model, layouts, cluster)
@@ -172,7 +172,7 @@ def _decode_step_s(
     context: float,
     engine: EngineSpec,
 ) -> Figures:
-    """One token for each of ``sequences`` with ``context`` tokens before it, over every pipeline stage in turn."""
+    """One token for each of `sequences` with `context` tokens before it, over every pipeline stage in turn."""
     gpu = cluster.machine.gpu
     bandwidth = gpu.memory_bandwidth_bytes_per_s * gpu.efficiency.memory_bandwidth
     stages_together = GenerationLayouts(gen_pp_size=1, gen_tp_size=replica.tp_size, num_waves=1)

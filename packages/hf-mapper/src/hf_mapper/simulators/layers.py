@@ -43,9 +43,9 @@ def matmul_s(gpu: GpuSpec, dtype: str, rows: Figures, columns: Figures, inner: F
 def compute_layer_times(
     model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes, ep_size: Sizes = 1
 ) -> LayerTimes:
-    """One layer on ``sequences`` of the workload's length, its weights cut over ``tp_size`` ranks.
+    """One layer on `sequences` of the workload's length, its weights sharded over `tp_size` ranks.
 
-    Of ``ep_size`` ranks each has its part of the experts, and gets as many tokens as it gives away: fewer and larger
+    Of `ep_size` ranks each has its part of the experts, and gets as many tokens as it gives away: fewer and larger
     multiplications.
     """
     length, dtype = workload.sequence_tokens, workload.dtype
@@ -68,7 +68,7 @@ def compute_layer_times(
 def compute_logits_s(
     model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, *, sequences: Sizes, tp_size: Sizes, trains: bool
 ) -> Figures:
-    """Logits and loss on the last pipeline stage; with ``trains`` their backward pass too, else a third of all."""
+    """Logits and loss on the last pipeline stage; with `trains` their backward pass too, else a third of all."""
     tokens, vocabulary = sequences * workload.sequence_tokens, model.vocab_size / tp_size
     once = matmul_s(gpu, workload.dtype, tokens, vocabulary, model.hidden_size)
     whole = 3 * once + _LOGIT_BYTES * tokens * vocabulary / _attained_bandwidth(gpu)

@@ -1,6 +1,6 @@
 """Layouts as arrays: the formulas of the simulators hold for one layout and for many at once.
 
-A size is an int where the caller gave one layout and an array ``[B]`` where it gave B; so is every figure that follows.
+A size is an int where the caller gave one layout and an array `[B]` where it gave B; so is every figure that follows.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = [
 ]
 
 Sizes = int | NDArray[np.int64]
-"""One size, or one for each layout ``[B]``."""
+"""One size, or one for each layout `[B]`."""
 
 Figures = float | NDArray[np.floating[Any]] | NDArray[np.int64]
-"""A number of one layout, or of each ``[B]``: seconds, bytes, or a size."""
+"""A number of one layout, or of each `[B]`: seconds, bytes, or a size."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layouts:
-    """The sizes of ``ParallelSpec``, and whether FSDP trains it (else Megatron)."""
+    """The sizes of `ParallelSpec`, and whether FSDP trains it (else Megatron)."""
 
     pp_size: Sizes
     tp_size: Sizes
@@ -46,13 +46,13 @@ class Layouts:
 
     @property
     def num_parts(self) -> Sizes:
-        """Into how many parts tensor and pipeline parallelism cut the model."""
+        """The number of parts into which tensor and pipeline parallelism partition the model."""
         return self.pp_size * self.tp_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLayouts:
-    """The sizes of ``GenerationSpec``, and in how many rounds a replica generates its sequences."""
+    """The sizes of `GenerationSpec`, and in how many rounds a replica generates its sequences."""
 
     gen_pp_size: Sizes
     gen_tp_size: Sizes
@@ -65,18 +65,18 @@ class GenerationLayouts:
 
 
 def default_backend(parallel: ParallelSpec) -> str:
-    """``"fsdp"`` where the model is not cut (pp = tp = ep = 1), else ``"megatron"``."""
+    """`"fsdp"` where the model is not cut (pp = tp = ep = 1), else `"megatron"`."""
     return "fsdp" if parallel.pp_size == parallel.tp_size == parallel.ep_size == 1 else "megatron"
 
 
 def read_layouts(
     model: ModelShape, parallel: ParallelSpec | Sequence[ParallelSpec], backend: str | Sequence[str] | None
 ) -> Layouts:
-    """The sizes of one layout or of several; ``backend`` of all of them or of each, by default ``default_backend``.
+    """The sizes of one layout or of several; `backend` of all of them or of each, by default `default_backend`.
 
     Raises:
-        TopologyError: for context parallelism, and for expert parallelism where the model has no experts that share
-            out, or with FSDP.
+        TopologyError: for context parallelism, and for expert parallelism with FSDP, or where it does not
+            divide the model's experts.
     """
     if any(spec.cp_size > 1 for spec in ([parallel] if isinstance(parallel, ParallelSpec) else parallel)):
         raise TopologyError("context parallelism is not simulated: give cp_size=1")
@@ -88,7 +88,7 @@ def read_layouts(
 def check_layouts(
     model: ModelShape, layouts: Layouts, cluster: ClusterSpec, *, chunks: int = 1, sequences: int | None = None
 ) -> None:
-    """Whether a program could run so: nothing is left over where layers, heads and ``sequences`` are shared out.
+    """True if a program can run so: layers, heads and `sequences` divide without a remainder.
 
     Raises:
         TopologyError: where something is, or where the cluster has fewer devices than a layout has ranks.
@@ -160,7 +160,7 @@ def _check_experts(model: ModelShape, layouts: Layouts) -> None:
 def read_generation(
     layouts: Layouts, generation: GenerationSpec | Sequence[GenerationSpec] | None, num_waves: int | Sequence[int]
 ) -> GenerationLayouts:
-    """The sizes of the generation layout of all ``layouts`` or of each; by default a replica is cut as in training.
+    """The sizes of the generation layout of all `layouts` or of each; by default a replica is cut as in training.
 
     Raises:
         TopologyError: for replicas that do not share the ranks out, or that do not nest in Megatron's layout.

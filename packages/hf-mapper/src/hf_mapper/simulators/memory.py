@@ -66,7 +66,7 @@ def expert_parameters(model: ModelShape) -> int:
 
 
 def computed_parameters(model: ModelShape, layouts: Layouts) -> Figures:
-    """Parameters that a rank computes with: cut over pp * tp, those of experts over ep too."""
+    """Parameters that a rank computes with: sharded over pp * tp, those of experts over ep too."""
     experts = expert_parameters(model)
     return (model.num_parameters - experts + experts / layouts.ep_size) / layouts.num_parts
 
@@ -100,7 +100,7 @@ def stage_parameters(model: ModelShape, layouts: Layouts) -> Figures:
 
 
 def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Sizes:
-    """Sequences in one forward pass of a rank that has ``local_sequences``: by tokens, at least one."""
+    """Sequences in one forward pass of a rank that has `local_sequences`: by tokens, at least one."""
     sequences: Sizes = np.maximum(
         1, np.minimum(local_sequences, workload.micro_batch_tokens // workload.sequence_tokens)
     )
@@ -110,7 +110,7 @@ def micro_batch_sequences(workload: WorkloadSpec, local_sequences: Sizes) -> Siz
 def state_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, *, trained: bool) -> dict[str, Figures]:
     """Bytes per rank that stay between calls: weights, and for a trained model gradients and optimizer.
 
-    Of the fullest pipeline stage; its optimizer is cut over the ranks of that stage.
+    Of the fullest pipeline stage; its optimizer is sharded over the ranks of that stage.
     """
     parameters = stage_parameters(model, layouts)
     weights = workload.element_bytes * parameters
@@ -146,7 +146,7 @@ def trained_parameters(model: ModelShape, workload: WorkloadSpec) -> int:
 
 
 def _stepped_parameters(model: ModelShape, layouts: Layouts) -> Figures:
-    """What a rank steps where a stage shares out its parameters, all of its experts among them, over its replicas."""
+    """Parameters that a rank steps if a stage distributes its parameters, all experts included, over its replicas."""
     spread = expert_parameters(model) / layouts.num_parts * (1 - 1 / layouts.ep_size)
     replicas = layouts.world_size / layouts.num_parts
     of_stage = (stage_parameters(model, layouts) + spread) / replicas
@@ -165,7 +165,7 @@ def training_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadS
 
 
 def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """``training_work_bytes`` with one length for every sequence."""
+    """`training_work_bytes` with one length for every sequence."""
     local = workload.mini_batch_sequences // layouts.dp_size
     sequences = micro_batch_sequences(workload, local)
     tokens, chunks = sequences * workload.sequence_tokens, workload.pipeline_chunks
@@ -195,7 +195,7 @@ def inference_work_bytes(model: ModelShape, layouts: Layouts, workload: Workload
 def kv_cache_bytes(
     model: ModelShape, generation: GenerationSpec | GenerationLayouts, workload: WorkloadSpec, sequences: Sizes
 ) -> Figures:
-    """Bytes per rank of the keys and values of ``sequences`` full sequences of one generation replica.
+    """Bytes per rank of the keys and values of `sequences` full sequences of one generation replica.
 
     Where lengths vary: their expected sum and two standard deviations, at least one longest and at most all of them.
     """
@@ -229,7 +229,7 @@ def gathered_weight_bytes(
     """Bytes per rank of generation weights beyond the training shard, both of their fullest stages.
 
     Nested Megatron layouts keep the shard inside the generation weights (paper, Table 2: redundancy 0). An FSDP shard
-    is cut another way, so the generation weights come whole beside it. On a single rank the shard is the whole model:
+    is sharded another way, so the generation weights are a second copy. On a single rank the shard is the whole model:
     where both have one dtype, generation uses it as it is.
     """
     replica = Layouts(
@@ -250,7 +250,7 @@ def received_weight_bytes(
 ) -> Figures:
     """Bytes per rank received in the train -> generate transition, in the mean over stages, and for FSDP over ranks.
 
-    Of Megatron's nested sizes what the shard lacks (Table 2, as ``hf_protocols.compute_transition_cost``); for FSDP
+    Of Megatron's nested sizes what the shard lacks (Table 2, as `hf_protocols.compute_transition_cost`); for FSDP
     a rank has 1/n of what it needs, adapters included (exact for replicas of one rank, an estimate for larger ones).
     Adapters that are sent alone are whole on every rank.
     """
@@ -298,10 +298,10 @@ def estimate_memory(
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
 ) -> Estimate[Any]:
-    """Bytes of one rank of a model that alone makes ``calls``, by default all: its state and its largest; no latency.
+    """Bytes of one rank of a model that alone makes `calls`, by default all: its state and its largest; no latency.
 
-    ``generation`` cuts a replica, by default as ``parallel`` cuts the model: pp * tp ranks.
-    ``num_waves`` rounds of generation share one KV cache. Compare with ``cluster.machine.gpu.usable_bytes``.
+    `generation` partitions a replica, by default as `parallel` does the model: pp * tp ranks.
+    `num_waves` rounds of generation share one KV cache. Compare with `cluster.machine.gpu.usable_bytes`.
     """
     layouts = read_layouts(model, parallel, backend)
     check_layouts(model, layouts, cluster)
@@ -330,7 +330,7 @@ def _num_ends(model: ModelShape) -> int:
 
 
 def _layer_activation_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
-    """What one layer keeps for its backward pass: norms in and out, q, k, v, attention, gate, up, their product."""
+    """Bytes that one layer keeps for backward: norms in and out, q, k, v, attention, gate, up, their product."""
     experts = max(1, model.num_experts_per_token)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     # A mixture brings a copy of every token to each of its experts, which the tensor group cuts, and gets outputs back.
@@ -342,7 +342,7 @@ def _layer_activation_bytes(model: ModelShape, layouts: Layouts, workload: Workl
 
 
 def _kept_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tokens: Sizes) -> Figures:
-    """What one layer keeps until its backward pass begins, with recompute.
+    """Bytes that one layer keeps until its backward pass begins, with recompute.
 
     Full: its input. Selective: everything but the scores where attention is not fused; else its input, attention's
     output and that of every second multiplication.
@@ -372,7 +372,7 @@ def _score_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, se
 
 
 def _prefetch_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """What FSDP holds whole: two layers and, for the whole pass, embedding and head, which are none's.
+    """Bytes that FSDP holds whole: two layers and, for the whole pass, embedding and head, which belong to no layer.
 
     Or two matrices (of half an MLP), or the model, by what the software gathers.
     """
@@ -385,7 +385,7 @@ def _prefetch_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec)
 
 
 def _whole_gradients(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """What FSDP that gathers the model sums whole, until the last micro-batch scatters it."""
+    """Bytes that FSDP with a gathered model sums whole, until the last micro-batch scatters them."""
     is_whole = workload.software.gathers == "model"
     sharded = np.logical_and(layouts.fsdp, layouts.world_size > 1)
     summed = workload.software.gradient_bytes * trained_parameters(model, workload)

@@ -2,10 +2,10 @@
 
 A backward pass costs two forwards, and little more than one where adapters are trained on a frozen base. Full recompute
 repeats every layer's forward, selective recompute the core of attention, or where that is fused every second
-multiplication. Kernels run behind their launches: whichever takes longer sets the pace, and where they are close both
-do. The pipeline runs every micro-batch at the pace of the slowest stage, the last, which has the logits; and a bubble
-of pp - 1 micro-batches, divided by the chunks of an interleaved schedule. FSDP gathers a layer's weights for forward
-and for backward and scatters its gradients behind computing, which they slow down.
+multiplication. Kernels run behind their launches: the longer of the two sets the pace, or both where they are close.
+The pipeline runs every micro-batch at the pace of the slowest stage, the last, which has the logits; and a bubble of
+pp - 1 micro-batches, divided by the chunks of an interleaved schedule. FSDP gathers a layer's weights for forward and
+for backward and scatters its gradients behind computing, which they slow down.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hf_protocols import ModelShape
 __all__ = ["simulate_passes"]
 
 _EXPOSED_GATHERS = 0.6
-"""What FSDP's transfers add to computing even where it hides them: they run kernels and use memory of their own."""
+"""Part by which FSDP's hidden transfers slow down computing: they run kernels and use memory bandwidth."""
 
 _RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
 """Part of a layer's kernels that recompute launches again."""
@@ -38,7 +38,7 @@ _RECOMPUTED_LAYERS = {"none": 0.0, "selective": 0.5, "full": 1.0}
 def simulate_passes(
     model: ModelShape, cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, local: Sizes, *, trains: bool
 ) -> dict[str, Figures]:
-    """Seconds, by part, of ``local`` sequences per data-parallel rank; with ``trains`` forward and backward."""
+    """Seconds, by part, of `local` sequences per data-parallel rank; with `trains` forward and backward."""
     sequences = micro_batch_sequences(workload, local)
     micro_batches = local / sequences
     # Each micro-batch at the pace of the last stage, and the others' part of filling and draining the pipeline.

@@ -18,7 +18,7 @@ __all__ = ["flops_per_token", "prefill_s"]
 
 
 def flops_per_token(model: ModelShape, context_tokens: float, *, logits: bool = True) -> float:
-    """Forward FLOPs of one token that attends to ``context_tokens``, over all layers; of its active experts only."""
+    """Forward FLOPs of one token that attends to `context_tokens`, over all layers; of its active experts only."""
     hidden, query, key = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     experts = max(1, model.num_experts_per_token)
     layer = 4 * hidden * (query + key) + 4 * query * context_tokens

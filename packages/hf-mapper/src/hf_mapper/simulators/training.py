@@ -54,7 +54,7 @@ def simulate_training(
     *,
     backend: str | Sequence[str] | None = None,
 ) -> Estimate[Any]:
-    """All the updates of one iteration: ``epochs * mini_batches`` of them; of typical sequences where lengths vary."""
+    """All the updates of one iteration: `epochs * mini_batches` of them; of typical sequences where lengths vary."""
     layouts = read_layouts(model, parallel, backend)
     sequences = workload.mini_batch_sequences
     check_layouts(model, layouts, cluster, chunks=workload.pipeline_chunks, sequences=sequences)
@@ -84,7 +84,7 @@ def _gradient_sync_s(model: ModelShape, cluster: ClusterSpec, layouts: Layouts, 
 def _sync_s(
     cluster: ClusterSpec, layouts: Layouts, workload: WorkloadSpec, spread: Sizes, parameters: Figures
 ) -> Figures:
-    """Of ``parameters`` per rank that every ``spread``-th data-parallel rank has as well."""
+    """Of `parameters` per rank that every `spread`-th data-parallel rank has as well."""
     copies, stride = layouts.dp_size // spread, layouts.tp_size * spread
     link = build_link(cluster, num_ranks=copies, stride=stride, world_size=layouts.world_size)
     gradients = workload.software.gradient_bytes * parameters

@@ -32,7 +32,7 @@ class CallRows:
 
 
 def count_call_rows(call: ModelCall, workload: WorkloadSpec) -> CallRows:
-    """What ``call`` reads and writes; nothing for a function, whose host slot is not part of the search.
+    """Bytes that `call` reads and writes; 0 for a function, whose host slot is not part of the search.
 
     Token ids take 8 bytes and masks 1; columns of one figure per row (scores, row numbers) 8 per row; every other
     column 4 for each response token, as log-probs and values do. Where lengths vary, the mean ones. Generation reads
@@ -62,9 +62,9 @@ def _column_bytes(name: str, workload: WorkloadSpec) -> int:
 
 
 def simulate_transfer(rows: CallRows, cluster: ClusterSpec, *, num_ranks: int, num_shares: int) -> float:
-    """Seconds to bring a call's rows to ``num_ranks`` ranks and its results away.
+    """Seconds to bring a call's rows to `num_ranks` ranks and its results away.
 
-    The rows are cut into ``num_shares``: every rank reads one share, ``num_ranks / num_shares`` ranks the same one, and
+    The rows are split into `num_shares`: every rank reads one share, `num_ranks / num_shares` ranks the same one, and
     one of these writes. A rank moves its bytes over its link to the host, a machine those of all its ranks over its
     network, where the cluster has one.
     """
@@ -84,6 +84,6 @@ def simulate_transfer(rows: CallRows, cluster: ClusterSpec, *, num_ranks: int, n
 
 
 def simulate_offload(state_bytes: float, cluster: ClusterSpec, *, num_swaps: int) -> float:
-    """Seconds to bring ``state_bytes`` per rank from host memory and back, ``num_swaps`` times."""
+    """Seconds to bring `state_bytes` per rank from host memory and back, `num_swaps` times."""
     speed = cluster.machine.gpu.host_bandwidth_bytes_per_s * cluster.link_efficiency
     return num_swaps * 2 * state_bytes / speed
