@@ -46,7 +46,7 @@ LAYOUTS = (
 METHODS: tuple[Method, ...] = ("hybridflow", "hybridflow-v", "ds-chat")
 HEADER = (
     "| training -> generation | method | received: formula | plan | counted "
-    "| peak: formula | plan | shard beside | measured |\n"
+    "| peak: formula | plan | second copy | measured |\n"
     "|---|---|--:|--:|--:|--:|--:|--:|--:|\n"
 )
 
