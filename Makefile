@@ -84,12 +84,13 @@ test-families: env ## test every family of models against transformers and in th
 	scripts/env.sh sglang
 	$(BIN)/python scripts/families.py
 
-check: env ## lint, format, types, import contracts and spelling
+check: env ## lint, format, types, import contracts, spelling and wording
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --cache-dir .cache/import-linter
 	$(BIN)/codespell
+	$(BIN)/python scripts/wording.py
 
 fmt: env ## format, and repair what the linter can
 	$(BIN)/ruff check --fix --exit-zero .
