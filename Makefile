@@ -16,7 +16,7 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz test-failures test-matrix test-families
-.PHONY: check fmt docs
+.PHONY: check fmt docs api
 .PHONY: bench bench-learning bench-gsm8k bench-gpu wheels constraints clean
 
 ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test_rollout_dtype.py \
@@ -98,6 +98,9 @@ fmt: env ## format, and repair what the linter can
 
 docs: env ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+api: env ## show how the public API differs from docs/reference/api.txt
+	$(BIN)/python scripts/api_surface.py
 
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
 	@failed=; for file in $(filter-out benchmarks/bench_learning.py benchmarks/bench_gsm8k.py,$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
