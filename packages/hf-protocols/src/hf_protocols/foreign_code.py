@@ -25,7 +25,7 @@ def raised_as(describe: Callable[[BaseException], Exception], *, also: _Kinds = 
         but: classes that pass.
 
     Raises:
-        HybridFlowError: the error of ``describe``.
+        HybridFlowError: the error of `describe`.
     """
     passing: _Kinds = (HybridFlowError, *but)
     turned: _Kinds = (Exception, *also)
@@ -38,7 +38,7 @@ def raised_as(describe: Callable[[BaseException], Exception], *, also: _Kinds = 
 
 
 class Caught:
-    """Keeps what a ``with`` block raises and goes on behind it. What ends a program passes.
+    """Keeps what a `with` block raises and goes on behind it. What ends a program passes.
 
     Args:
         also: classes that end a program and are kept as well, such as a module's SystemExit.
