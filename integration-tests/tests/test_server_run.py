@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from hf_algorithms.config import load_config
 from hf_algorithms.inputs import load_inputs
 from hf_engine import SamplingParams
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import ServerConnection
 from hf_engine.backends.server._dialect import Sample
 from hf_engine.backends.server._identify import identify
 from hf_engine.testing._local_server import LocalServer
@@ -43,7 +43,7 @@ def test_every_iteration_generates_from_its_weights(
         changes += [*sizes, "optimizer.actor_learning_rate=1e-2", "warm_start.max_steps=0"]
         outcome = hybridflow("train", small_config, *(part for change in changes for part in ("--set", change)))
         assert outcome.exit_code == 0, outcome.errors
-        last = identify(Connection(server.url, connect_timeout_s=10, timeout_s=60), "float32")
+        last = identify(ServerConnection(server.url, connect_timeout_s=10, timeout_s=60), "float32")
         (sample,) = last.generate([PROMPT], [0], SamplingParams(max_new_tokens=6), [])
     first, second = read_metrics(tmp_path / "run")
     assert first["actor/grad_norm"] > 0 and second["response/tokens"] > 0

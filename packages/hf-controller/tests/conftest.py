@@ -8,7 +8,7 @@ import pytest
 
 from forked_workers import forked_workers
 from hf_controller import RayExecutor, ResourcePool
-from hf_controller.testing import Stage
+from hf_controller.testing import StageWorker
 
 
 @pytest.fixture(scope="session")
@@ -27,8 +27,8 @@ def ray_executor() -> Iterator[RayExecutor]:
 
 
 @pytest.fixture(scope="session")
-def ray_stage(ray_executor: RayExecutor) -> Iterator[Stage]:
-    with Stage(ray_executor) as stage:
+def ray_stage(ray_executor: RayExecutor) -> Iterator[StageWorker]:
+    with StageWorker(ray_executor) as stage:
         yield stage
 
 

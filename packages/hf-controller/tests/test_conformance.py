@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_controller import InProcessExecutor
-from hf_controller.testing import Stage, conformance_checks
+from hf_controller.testing import StageWorker, conformance_checks
 
 
 def _named(*, collectives: bool) -> list[object]:
@@ -13,8 +13,8 @@ def _named(*, collectives: bool) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def in_process_stage() -> Iterator[Stage]:
-    with InProcessExecutor() as executor, Stage(executor) as stage:
+def in_process_stage() -> Iterator[StageWorker]:
+    with InProcessExecutor() as executor, StageWorker(executor) as stage:
         yield stage
 
 

@@ -255,10 +255,16 @@ def outlive_the_server(model, trained, url, pid):
     backend.close()
 
 
+def start_again(server):
+    server.wait()
+    server.close()
+    server.__enter__()
+
+
 def test_a_server_that_is_started_again_goes_on_with_the_last_weights(alone, started, tmp_path):
     server, tied = started.server, {"num_key_value_heads": 2, "tie_embeddings": started.engine == "sglang"}
     trained = write_tiny_model(tmp_path / "trained", seed=5, **tied)
-    starting = threading.Timer(5.0, lambda: (server.close(), server.__enter__()))
+    starting = threading.Thread(target=start_again, args=[server])
     starting.start()
     try:
         alone.run(outlive_the_server, started.model, trained, server.url, server.pid, deadline_s=480)

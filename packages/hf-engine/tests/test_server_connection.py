@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_engine import load_rollout_backend
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import ServerConnection
 from hf_engine.backends.server._setup import choose_directory, read_key
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
@@ -54,7 +54,7 @@ def reply(handler, body, status=200):
 
 
 def connect(url, **options):
-    return Connection(url, **{"connect_timeout_s": 5, "timeout_s": 5, **options})
+    return ServerConnection(url, **{"connect_timeout_s": 5, "timeout_s": 5, **options})
 
 
 def free_url():
@@ -128,7 +128,7 @@ def test_what_is_no_deadline_is_refused(seconds):
     with pytest.raises(BackendError, match=r"rollout.options.timeout_s=.* must be a finite number"):
         connect("http://127.0.0.1:1", timeout_s=seconds)
     with pytest.raises(BackendError, match=r"rollout.options.connect_timeout_s=.* must be a finite number"):
-        Connection("http://127.0.0.1:1", connect_timeout_s=seconds, timeout_s=5)
+        ServerConnection("http://127.0.0.1:1", connect_timeout_s=seconds, timeout_s=5)
 
 
 def test_nobody_listens():

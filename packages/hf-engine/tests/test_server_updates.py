@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_engine.backends.server import _vllm
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import ServerConnection
 from hf_engine.backends.server._vllm import VllmServer
 from hf_protocols import BackendError, ReshardError
 
@@ -105,7 +105,7 @@ def test_a_server_that_hangs_in_an_update_is_not_waited_for_twice(monkeypatch, m
     monkeypatch.setattr(_vllm, "_RESUME_TIMEOUT_S", most_s)
     _, server = found()
     with silent() as url:
-        server._connection = Connection(url, connect_timeout_s=60, timeout_s=timeout_s)
+        server._connection = ServerConnection(url, connect_timeout_s=60, timeout_s=timeout_s)
         start = time.monotonic()
         with pytest.raises(ReshardError, match=rf"did not finish /pause\?mode=wait in {timeout_s:g} s: raise"):
             server.load_weights(Path("/weights"), "new")

@@ -10,7 +10,7 @@ import numpy as np
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, build_demands
 from hf_mapper.placements import set_partitions
-from hf_mapper.planning import PlacedPool
+from hf_mapper.planning import PoolPlacement
 from hf_mapper.pools import build_table
 from hf_mapper.search import StopSign, compute_cost, search_partitions
 from hf_mapper.shortfall import find_shortfall
@@ -42,7 +42,7 @@ class Alternative:
 
 
 def compare_classes(
-    problem: MapperConfig, chosen: Sequence[PlacedPool], should_stop: StopSign, *, complete: bool
+    problem: MapperConfig, chosen: Sequence[PoolPlacement], should_stop: StopSign, *, complete: bool
 ) -> tuple[Alternative, ...]:
     """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
 
@@ -72,8 +72,8 @@ def _compare(
     problem: MapperConfig,
     demands: Mapping[str, ModelDemand],
     partition: Sequence[tuple[str, ...]],
-    pools: Sequence[PlacedPool],
-    chosen: Sequence[PlacedPool],
+    pools: Sequence[PoolPlacement],
+    chosen: Sequence[PoolPlacement],
 ) -> Alternative:
     if pools:
         return _describe(demands, partition, pools, _explain_loss(problem, pools, chosen), chosen=False)
@@ -85,7 +85,7 @@ def _compare(
 def _describe(
     demands: Mapping[str, ModelDemand],
     partition: Sequence[tuple[str, ...]],
-    pools: Sequence[PlacedPool],
+    pools: Sequence[PoolPlacement],
     reason: str,
     *,
     chosen: bool,
@@ -129,7 +129,7 @@ def _count_devices(count: int) -> str:
     return f"{count} device{'s' * (count > 1)}"
 
 
-def _explain_loss(problem: MapperConfig, pools: Sequence[PlacedPool], chosen: Sequence[PlacedPool]) -> str:
+def _explain_loss(problem: MapperConfig, pools: Sequence[PoolPlacement], chosen: Sequence[PoolPlacement]) -> str:
     """Returns how much slower the placement is, its slowest stage and the pool that waits most."""
     seconds, best = (np.array([pool.option.stage_s for pool in placed]) for placed in (pools, chosen))
     stage_s, best_s = seconds.max(axis=0), best.max(axis=0)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import build_demands
-from hf_mapper.planning import PlacedPool
+from hf_mapper.planning import PoolPlacement
 from hf_mapper.pricing import price_pools, stage_seconds
 from hf_mapper.search import StopSign, find_pools
 from hf_mapper.specs import ClusterSpec, MachineSpec
@@ -49,7 +49,7 @@ class Extension:
     idle_gpus: int
 
 
-def find_bottleneck(problem: MapperConfig, pools: Sequence[PlacedPool]) -> Bottleneck:
+def find_bottleneck(problem: MapperConfig, pools: Sequence[PoolPlacement]) -> Bottleneck:
     """Finds the bottleneck of the plan `pools` by pricing it again with each resource twice as fast."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import build_demands
 from hf_mapper.placements import set_partitions
-from hf_mapper.planning import PlacedPool
+from hf_mapper.planning import PoolPlacement
 from hf_mapper.pools import build_table
 from hf_mapper.robustness import MOST_FACTOR, list_pools
 from hf_mapper.search import StopSign, compute_cost, search_partitions
@@ -47,11 +47,11 @@ class MemoryTolerance:
 
 
 def compute_memory_tolerance(
-    problem: MapperConfig, pools: Sequence[PlacedPool], should_stop: StopSign
+    problem: MapperConfig, pools: Sequence[PoolPlacement], should_stop: StopSign
 ) -> MemoryTolerance | None:
     """The tolerance of the plan `pools` of `problem`; None where `should_stop` says yes before it is known."""
     chosen_s = compute_cost([pool.option.stage_s for pool in pools])
-    winner: Sequence[PlacedPool] = ()
+    winner: Sequence[PoolPlacement] = ()
     below, factor = 1 / MOST_FACTOR, 1 / MOST_FACTOR
     while factor < 1:
         best = _search(problem, factor, should_stop)
@@ -68,7 +68,7 @@ def compute_memory_tolerance(
     )
 
 
-def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tuple[PlacedPool, ...] | None:
+def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tuple[PoolPlacement, ...] | None:
     """The best pools where models need `factor` times the bytes; None for a search that was stopped."""
     if should_stop():
         return None
@@ -91,7 +91,7 @@ def _share_memory(machine: MachineSpec, factor: float) -> MachineSpec:
     )
 
 
-def _find_largest_factor(cluster: ClusterSpec, pools: Sequence[PlacedPool]) -> float:
+def _find_largest_factor(cluster: ClusterSpec, pools: Sequence[PoolPlacement]) -> float:
     """Returns the factor on the bytes at which the fullest device, or part of host memory, is full."""
     factors = []
     for pool in pools:

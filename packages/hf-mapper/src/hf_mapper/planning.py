@@ -13,13 +13,13 @@ from hf_mapper.pools import PoolOption
 from hf_mapper.specs import HOST_KIND, ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, ModelShape, PoolPlan
 
-__all__ = ["FUNCTION_BACKEND", "PlacedPool", "build_plan", "describe_adapters", "find_machines"]
+__all__ = ["FUNCTION_BACKEND", "PoolPlacement", "build_plan", "describe_adapters", "find_machines"]
 
 FUNCTION_BACKEND = "function"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedPool:
+class PoolPlacement:
     """Roles that share a pool, how each runs (`option.members`, in the order of `roles`), and where."""
 
     roles: tuple[str, ...]
@@ -32,7 +32,7 @@ def build_plan(
     cluster: ClusterSpec,
     workload: WorkloadSpec,
     *,
-    pools: Sequence[PlacedPool],
+    pools: Sequence[PoolPlacement],
     functions: Sequence[str],
     search: Mapping[str, Any],
 ) -> MappingPlan:
@@ -71,7 +71,7 @@ def find_machines(plan: MappingPlan, pool: str, kind: str) -> str:
     return name if isinstance(name, str) and name.partition("#")[0] == kind else kind
 
 
-def _plan_pool(name: str, pool: PlacedPool, cluster: ClusterSpec) -> PoolPlan:
+def _plan_pool(name: str, pool: PoolPlacement, cluster: ClusterSpec) -> PoolPlan:
     return PoolPlan(
         name=name,
         machines=tuple(
@@ -94,7 +94,7 @@ def _plan_model(pool: str, option: ModelOption, workload: WorkloadSpec) -> Model
 def _build_estimates(
     dataflow: Dataflow,
     cluster: ClusterSpec,
-    pools: Mapping[str, PlacedPool],
+    pools: Mapping[str, PoolPlacement],
     chosen: Mapping[str, tuple[str, ModelOption]],
     search: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _estimate_model(option: ModelOption) -> dict[str, Any]:
     }
 
 
-def _estimate_pool(pool: PlacedPool, cluster: ClusterSpec) -> dict[str, Any]:
+def _estimate_pool(pool: PoolPlacement, cluster: ClusterSpec) -> dict[str, Any]:
     return {
         "stage_s": list(pool.option.stage_s),
         "memory_bytes": pool.option.memory_bytes,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from hf_mapper.demand import ModelDemand
 from hf_mapper.movement import offload_stage_s, transfer_stage_s
 from hf_mapper.parallelism import ModelOption
-from hf_mapper.planning import PlacedPool
+from hf_mapper.planning import PoolPlacement
 from hf_mapper.scales import SIMULATORS, SimulatorScales
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
@@ -24,7 +24,7 @@ Seconds = Mapping[str, NDArray[np.float64]]
 
 
 def price_pools(
-    pools: Sequence[PlacedPool], demands: Mapping[str, ModelDemand], cluster: ClusterSpec, workload: WorkloadSpec
+    pools: Sequence[PoolPlacement], demands: Mapping[str, ModelDemand], cluster: ClusterSpec, workload: WorkloadSpec
 ) -> Seconds:
     """The seconds of each simulator's calls, by pool and stage, on the machines of `cluster`."""
     parts = [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, build_demands
 from hf_mapper.placements import set_partitions
-from hf_mapper.planning import PlacedPool
+from hf_mapper.planning import PoolPlacement
 from hf_mapper.pools import PoolTable, build_table
 from hf_mapper.pricing import Seconds, price_pools, total_seconds
 from hf_mapper.scales import SIMULATORS, SimulatorScales
@@ -64,12 +64,12 @@ class Tolerance:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rival:
-    pools: tuple[PlacedPool, ...]
+    pools: tuple[PoolPlacement, ...]
     seconds: Seconds
 
 
 def compute_tolerances(
-    problem: MapperConfig, pools: Sequence[PlacedPool], should_stop: StopSign
+    problem: MapperConfig, pools: Sequence[PoolPlacement], should_stop: StopSign
 ) -> tuple[Tolerance, ...]:
     """The tolerance of every simulator that the plan `pools` of `problem` calls at all.
 
@@ -147,7 +147,7 @@ def _find_end(
         rival = earlier
 
 
-def list_pools(problem: MapperConfig, placed: Sequence[PlacedPool]) -> tuple[tuple[str, ...], ...]:
+def list_pools(problem: MapperConfig, placed: Sequence[PoolPlacement]) -> tuple[tuple[str, ...], ...]:
     """The roles of each pool, in the dataflow's order."""
     order = {role: number for number, role in enumerate(problem.dataflow.roles)}
     pools = [tuple(sorted(pool.roles, key=order.__getitem__)) for pool in placed]

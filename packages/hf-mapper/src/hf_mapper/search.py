@@ -24,7 +24,7 @@ from hf_mapper.config import MapperConfig
 from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.feasibility import build_infeasible_error
 from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
-from hf_mapper.planning import PlacedPool, build_plan, describe_adapters
+from hf_mapper.planning import PoolPlacement, build_plan, describe_adapters
 from hf_mapper.pools import PoolOption, PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MappingPlan, ModelShape
@@ -65,7 +65,7 @@ def map_dataflow(
 
 def find_pools(
     problem: MapperConfig, should_stop: StopSign | None = None
-) -> tuple[MappingPlan, tuple[PlacedPool, ...]]:
+) -> tuple[MappingPlan, tuple[PoolPlacement, ...]]:
     """The plan of `map_dataflow`, and the pools that it was made of."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
@@ -85,7 +85,7 @@ def search_partitions(
     demands: Mapping[str, ModelDemand],
     partitions: Iterable[Sequence[Sequence[str]]],
     should_stop: StopSign | None = None,
-) -> tuple[tuple[PlacedPool, ...], dict[str, Any]]:
+) -> tuple[tuple[PoolPlacement, ...], dict[str, Any]]:
     """The best pools among `partitions` of the roles, none where nothing fits; and what the search says of itself."""
     number_of = {role: table.demands.index(demand) for role, demand in demands.items()}
     search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
@@ -112,7 +112,7 @@ class _Search:
     table: PoolTable
     number_of: Mapping[str, int]
     should_stop: StopSign
-    best: tuple[PlacedPool, ...] = ()
+    best: tuple[PoolPlacement, ...] = ()
     best_key: tuple[float, int, int] = (float("inf"), 0, 0)
     placements_tried: int = 0
     stopped: bool = False
@@ -193,7 +193,7 @@ class _Search:
         if key < self.best_key:
             self.best_key = key
             self.best = tuple(
-                PlacedPool(roles=roles, option=option, slots=places)
+                PoolPlacement(roles=roles, option=option, slots=places)
                 for roles, option, places in zip(self._sets, chosen, slots, strict=True)
             )
 

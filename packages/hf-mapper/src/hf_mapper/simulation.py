@@ -18,7 +18,7 @@ from hf_mapper.frontier import find_frontier
 from hf_mapper.movement import count_swaps, transfer_call_s
 from hf_mapper.parallelism import ModelOption, build_options, choose_backends
 from hf_mapper.placements import PoolRequest, pack
-from hf_mapper.planning import PlacedPool, build_plan, find_machines
+from hf_mapper.planning import PoolPlacement, build_plan, find_machines
 from hf_mapper.pools import PoolOption
 from hf_mapper.simulators.estimate import Estimate
 from hf_mapper.simulators.generation import simulate_generation
@@ -177,7 +177,7 @@ def simulate_placement(
     ]
     chosen = _choose(rows)
     placed = [
-        PlacedPool(roles=pool.roles, option=option, slots=places)
+        PoolPlacement(roles=pool.roles, option=option, slots=places)
         for pool, option, places in zip(pools, chosen, slots, strict=True)
     ]
     dataflow = dataflow.with_models(models)
@@ -294,7 +294,7 @@ def _estimate_calls(
     demands: Mapping[str, ModelDemand],
     cluster: ClusterSpec,
     workload: WorkloadSpec,
-    pool: PlacedPool,
+    pool: PoolPlacement,
     plan: MappingPlan,
 ) -> list[CallEstimate]:
     part = cluster.only(pool.option.request.machine)

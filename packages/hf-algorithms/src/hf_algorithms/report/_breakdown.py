@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hf_algorithms.report._json_values import read_number
-from hf_algorithms.report._timeline import Call
+from hf_algorithms.report._timeline import TimelineCall
 from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 
@@ -82,7 +82,7 @@ class Breakdown:
     pools: tuple[PoolUsage, ...]
 
 
-def compute_breakdown(calls: Sequence[Call]) -> Breakdown:
+def compute_breakdown(calls: Sequence[TimelineCall]) -> Breakdown:
     """The breakdown of what is a worker's call among ``calls``; other spans are left out.
 
     Raises:
@@ -106,7 +106,7 @@ def compute_breakdown(calls: Sequence[Call]) -> Breakdown:
     )
 
 
-def _measure(role: str, method: str | None, calls: Sequence[Call], wall_us: float) -> Usage:
+def _measure(role: str, method: str | None, calls: Sequence[TimelineCall], wall_us: float) -> Usage:
     total = {
         name: sum(_number(call, name) for call in calls)
         for name in ("queue_ms", "fetch_ms", "compute_ms", "store_ms", "bytes_read", "bytes_from_afar")
@@ -126,7 +126,7 @@ def _measure(role: str, method: str | None, calls: Sequence[Call], wall_us: floa
     )
 
 
-def _measure_pool(pool: str, calls: Sequence[Call], wall_us: float) -> PoolUsage:
+def _measure_pool(pool: str, calls: Sequence[TimelineCall], wall_us: float) -> PoolUsage:
     # Roles of one pool that have processes of their own share its slots: rank i of each is on slot i.
     slots = [group for _, group in _group(calls, lambda call: call.row[1])]
     busy_us = sum(map(measure_union, slots))
@@ -138,7 +138,7 @@ def _measure_pool(pool: str, calls: Sequence[Call], wall_us: float) -> PoolUsage
     )
 
 
-def measure_union(calls: Iterable[Call]) -> float:
+def measure_union(calls: Iterable[TimelineCall]) -> float:
     """Microseconds in which at least one of the calls runs."""
     total_us, until_us = 0.0, -math.inf
     for call in sorted(calls, key=lambda call: call.start_us):
@@ -151,21 +151,23 @@ def _share(part_us: float, whole_us: float) -> float:
     return part_us / whole_us if whole_us > 0 else 1.0
 
 
-def _group(calls: Iterable[Call], key_of: Callable[[Call], Key]) -> list[tuple[Key, list[Call]]]:
-    groups: dict[Key, list[Call]] = {}
+def _group(
+    calls: Iterable[TimelineCall], key_of: Callable[[TimelineCall], Key]
+) -> list[tuple[Key, list[TimelineCall]]]:
+    groups: dict[Key, list[TimelineCall]] = {}
     for call in calls:
         groups.setdefault(key_of(call), []).append(call)
     return list(groups.items())
 
 
-def _pool(call: Call) -> str:
+def _pool(call: TimelineCall) -> str:
     pool: Any = call.arguments.get("pool")
     if not isinstance(pool, str):
         raise DataError(f"{call.name} (call {call.key}) has pool={show(pool)} instead of a name")
     return pool
 
 
-def _number(call: Call, name: str) -> float:
+def _number(call: TimelineCall, name: str) -> float:
     value = call.arguments.get(name)
     number = read_number(value)
     if number is None or number < 0:

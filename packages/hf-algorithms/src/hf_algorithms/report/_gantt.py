@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from hf_algorithms.report._breakdown import measure_union
-from hf_algorithms.report._timeline import Call, Row, Timeline
+from hf_algorithms.report._timeline import Timeline, TimelineCall, TimelineRow
 from hf_protocols.drawing import (
     Bar,
     Lane,
@@ -38,7 +38,7 @@ def _format_tick(time_us: float) -> str:
 
 
 def _build_lane(
-    row: Row, timeline: Timeline, span_us: float, numbers: Mapping[str, int], colours: Mapping[str, int]
+    row: TimelineRow, timeline: Timeline, span_us: float, numbers: Mapping[str, int], colours: Mapping[str, int]
 ) -> Lane:
     own = [call for call in timeline.calls if call.row == row.key]
     return Lane(
@@ -49,7 +49,7 @@ def _build_lane(
     )
 
 
-def _build_bar(call: Call, start_us: float, number: int, colour: int) -> Bar:
+def _build_bar(call: TimelineCall, start_us: float, number: int, colour: int) -> Bar:
     length = format_milliseconds(call.end_us - call.start_us)
     parts = [
         Bar(
@@ -71,7 +71,7 @@ def _build_bar(call: Call, start_us: float, number: int, colour: int) -> Bar:
 
 
 def _table(timeline: Timeline, numbers: Mapping[str, int], colours: Mapping[str, int]) -> str:
-    by_key: dict[str, list[Call]] = {}
+    by_key: dict[str, list[TimelineCall]] = {}
     for call in timeline.calls:
         by_key.setdefault(call.key, []).append(call)
     return render_table(
@@ -84,7 +84,7 @@ def _table(timeline: Timeline, numbers: Mapping[str, int], colours: Mapping[str,
     )
 
 
-def _list_cells(calls: Sequence[Call], start_us: float, number: int) -> tuple[object, ...]:
+def _list_cells(calls: Sequence[TimelineCall], start_us: float, number: int) -> tuple[object, ...]:
     slowest = max(calls, key=lambda call: call.end_us - call.start_us)
     begins_us = min(call.start_us for call in calls) - start_us
     read = [call.bytes_read for call in calls if call.bytes_read is not None]

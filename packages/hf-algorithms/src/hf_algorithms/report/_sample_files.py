@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_algorithms.report._json_values import parse_json, read_number
 
-__all__ = ["Sample", "SampleFiles", "Token"]
+__all__ = ["SampleFiles", "SampleRecord", "Token"]
 
 _FOLDER = "samples"
 _MOST_BYTES = 16 << 20
@@ -51,7 +51,7 @@ class Token:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class SampleRecord:
     """One row of a samples file; a field that the file lacks is empty or None.
 
     Attributes:
@@ -104,7 +104,7 @@ class SampleFiles:
         self._changed = -1
         self._newest = (0, 0)
         self._iterations: list[int] = []
-        self._read: tuple[object, list[Sample], list[str]] | None = None
+        self._read: tuple[object, list[SampleRecord], list[str]] | None = None
 
     @property
     def version(self) -> str:
@@ -140,7 +140,7 @@ class SampleFiles:
         assert 0 <= place < len(known)
         return known[place], known[place - 1] if place else None, known[place + 1] if place + 1 < len(known) else None
 
-    def read(self, iteration: int) -> tuple[list[Sample], list[str]]:
+    def read(self, iteration: int) -> tuple[list[SampleRecord], list[str]]:
         """Returns the rows of an iteration, and one sentence for what could not be read of it."""
         path = self._folder / f"{iteration}.jsonl"
         try:
@@ -156,12 +156,12 @@ class SampleFiles:
         return self._read[1], self._read[2]
 
 
-def _parse(data: bytes, name: str, size: int) -> tuple[list[Sample], list[str]]:
+def _parse(data: bytes, name: str, size: int) -> tuple[list[SampleRecord], list[str]]:
     notes: list[str] = []
     if len(data) < size:
         data = data[: data.rfind(b"\n") + 1]
         notes.append(f"samples/{name} has {size:,} bytes; rows beyond the first {_MOST_BYTES:,} bytes are left out")
-    rows: list[Sample] = []
+    rows: list[SampleRecord] = []
     for number, line in enumerate(data.splitlines()):
         try:
             body = parse_json(line)
@@ -174,14 +174,14 @@ def _parse(data: bytes, name: str, size: int) -> tuple[list[Sample], list[str]]:
     return rows, notes
 
 
-def _to_sample(number: int, body: Mapping[str, Any]) -> Sample:
+def _to_sample(number: int, body: Mapping[str, Any]) -> SampleRecord:
     prompt = _text(body.get("prompt"))
     given: dict[str, Any] = next((body[name] for name in ("rewards", "scores") if isinstance(body.get(name), dict)), {})
     rewards = {str(name): value for name, each in given.items() if (value := read_number(each)) is not None}
     tokens = _read_tokens(body)
     row = next((body[name] for name in ("group", "row") if body.get(name) is not None), prompt)
     extra = body.get("extra")
-    return Sample(
+    return SampleRecord(
         number=number,
         set=_text(body.get("set")) or _TRAINED,
         group=_text(row),

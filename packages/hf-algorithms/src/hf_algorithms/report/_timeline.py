@@ -8,13 +8,13 @@ from typing import Any
 
 from hf_algorithms.report._json_values import read_number
 
-__all__ = ["Call", "Part", "Row", "Timeline", "choose_iteration", "read_calls", "read_timeline"]
+__all__ = ["Timeline", "TimelineCall", "TimelinePart", "TimelineRow", "choose_iteration", "read_calls", "read_timeline"]
 
 RowKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class Part:
+class TimelinePart:
     """A named stretch of time inside a call; microseconds."""
 
     name: str
@@ -23,7 +23,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class TimelineCall:
     """One call of a worker's method on one rank; microseconds.
 
     Attributes:
@@ -43,7 +43,7 @@ class Call:
     end_us: float
     bytes_read: float | None
     failed: bool
-    parts: tuple[Part, ...]
+    parts: tuple[TimelinePart, ...]
 
     @property
     def role(self) -> str:
@@ -57,7 +57,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimelineRow:
     """One rank."""
 
     key: RowKey
@@ -69,8 +69,8 @@ class Timeline:
     """One iteration: its calls in order of start, and every rank that worked in it."""
 
     iteration: int
-    rows: Sequence[Row]
-    calls: Sequence[Call]
+    rows: Sequence[TimelineRow]
+    calls: Sequence[TimelineCall]
 
     @property
     def start_us(self) -> float:
@@ -86,20 +86,20 @@ class Timeline:
 @dataclass
 class _Open:
     event: Mapping[str, Any]
-    parts: list[Part] = field(default_factory=list)
+    parts: list[TimelinePart] = field(default_factory=list)
 
 
 def read_timeline(events: Sequence[Mapping[str, Any]]) -> dict[int, Timeline]:
     """Every iteration that the trace names: calls carry ``args.iteration``; spans inside a call are its parts."""
     labels = _read_labels(events)
-    by_iteration: dict[int, list[Call]] = {}
+    by_iteration: dict[int, list[TimelineCall]] = {}
     for call in read_calls(events):
         if call.iteration is not None:
             by_iteration.setdefault(call.iteration, []).append(call)
     timelines = {}
     for iteration, calls in sorted(by_iteration.items()):
         keys = sorted({call.row for call in calls}, key=_natural)
-        rows = [Row(key, labels.get(key) or f"process {key[0]}, thread {key[1]}") for key in keys]
+        rows = [TimelineRow(key, labels.get(key) or f"process {key[0]}, thread {key[1]}") for key in keys]
         calls.sort(key=lambda call: (call.start_us, _natural(call.row)))
         timelines[iteration] = Timeline(iteration=iteration, rows=rows, calls=calls)
     return timelines
@@ -112,13 +112,13 @@ def choose_iteration(timelines: Mapping[int, Timeline]) -> Timeline | None:
     return candidates[len(candidates) // 2] if candidates else None
 
 
-def read_calls(events: Iterable[Mapping[str, Any]]) -> list[Call]:
+def read_calls(events: Iterable[Mapping[str, Any]]) -> list[TimelineCall]:
     """Every span that lies in no other span of its row; spans inside it are its parts."""
     by_row: dict[RowKey, list[Mapping[str, Any]]] = {}
     for event in events:
         if event.get("ph") == "X" and all(read_number(event.get(name)) is not None for name in ("ts", "dur")):
             by_row.setdefault(_row_key(event), []).append(event)
-    calls: list[Call] = []
+    calls: list[TimelineCall] = []
     for row, spans in by_row.items():
         calls += [_to_call(row, opened) for opened in _nest(spans)]
     return calls
@@ -131,17 +131,17 @@ def _nest(spans: list[Mapping[str, Any]]) -> list[_Open]:
         outer = opened[-1] if opened else None
         # A microsecond of slack: the ends are rounded floats of seconds since the epoch.
         if outer is not None and span["ts"] < _end(outer.event) and _end(span) <= _end(outer.event) + 1.0:
-            outer.parts.append(Part(str(span.get("name", "")), span["ts"], _end(span)))
+            outer.parts.append(TimelinePart(str(span.get("name", "")), span["ts"], _end(span)))
         else:
             opened.append(_Open(span))
     return opened
 
 
-def _to_call(row: RowKey, opened: _Open) -> Call:
+def _to_call(row: RowKey, opened: _Open) -> TimelineCall:
     arguments = _arguments(opened.event)
     iteration = arguments.get("iteration")
     name = str(opened.event.get("name", ""))
-    return Call(
+    return TimelineCall(
         row=row,
         name=name,
         key=str(arguments.get("call", name)),

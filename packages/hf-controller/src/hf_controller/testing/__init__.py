@@ -15,6 +15,6 @@ collectives between ranks come last: an executor that runs ranks one after anoth
 from __future__ import annotations
 
 from hf_controller.testing._checks import conformance_checks
-from hf_controller.testing._workers import ProbeWorker, SoloWorker, Stage
+from hf_controller.testing._workers import ProbeWorker, SoloWorker, StageWorker
 
-__all__ = ["ProbeWorker", "SoloWorker", "Stage", "conformance_checks"]
+__all__ = ["ProbeWorker", "SoloWorker", "StageWorker", "conformance_checks"]

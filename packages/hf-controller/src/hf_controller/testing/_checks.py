@@ -31,12 +31,12 @@ from hf_controller.testing._mistakes import (
     wrong_columns_are_named_though_the_call_reads_others,
     wrong_rows_and_columns_are_named,
 )
-from hf_controller.testing._workers import Stage
+from hf_controller.testing._workers import StageWorker
 from hf_protocols import BatchError, PerRank, ProtocolError, split_rows
 
 __all__ = ["conformance_checks"]
 
-Check = Callable[[Stage], None]
+Check = Callable[[StageWorker], None]
 
 
 def conformance_checks(*, collectives: bool = True) -> tuple[Check, ...]:
@@ -44,21 +44,21 @@ def conformance_checks(*, collectives: bool = True) -> tuple[Check, ...]:
     return _WITHOUT_COLLECTIVES + (_WITH_COLLECTIVES if collectives else ())
 
 
-def rows_reach_the_ranks_that_the_protocol_names(stage: Stage) -> None:
+def rows_reach_the_ranks_that_the_protocol_names(stage: StageWorker) -> None:
     batch = build_batch(7)
     result = stage.two.echo(batch).result()
     require_batch(result.select("row", "x", "tokens"), batch.select("row", "x", "tokens"))
     require(result["rank"].tolist(), [0, 0, 0, 0, 1, 1, 1], "rank of each row")
 
 
-def a_users_protocol_places_rows_and_keeps_their_order(stage: Stage) -> None:
+def a_users_protocol_places_rows_and_keeps_their_order(stage: StageWorker) -> None:
     for group, size in ((stage.two, 2), (stage.three, 3)):
         result = group.echo_round_robin(group.echo(build_batch(7)).select(["row", "tokens"])).result()
         require(result["rank"].tolist(), [row % size for row in range(7)], "rank of each row")
         require_batch(result.select("row", "tokens"), build_batch(7).select("row", "tokens"))
 
 
-def a_users_protocol_reaches_every_rank_that_gets_rows(stage: Stage) -> None:
+def a_users_protocol_reaches_every_rank_that_gets_rows(stage: StageWorker) -> None:
     for rows, seen in ((10, [4, 6]), (3, [3, 0])):
         for batch in (build_batch(rows), stage.two.echo(build_batch(rows))):
             require(stage.two.see_block(batch).result(), {"rows": seen[0]}, "rows of the collected rank")
@@ -69,14 +69,14 @@ def a_users_protocol_reaches_every_rank_that_gets_rows(stage: Stage) -> None:
     require_batch(result.select("row", "tokens"), batch.select("row", "tokens"))
 
 
-def every_kind_of_column_survives_the_way(stage: Stage) -> None:
+def every_kind_of_column_survives_the_way(stage: StageWorker) -> None:
     batch = build_batch(7)
     for _ in range(2):
         batch = stage.two.echo(stage.two.echo(batch).select(list(batch.keys()))).select(list(batch.keys())).result()
     require_batch(batch, build_batch(7))
 
 
-def rows_move_between_groups_whose_chunks_do_not_align(stage: Stage) -> None:
+def rows_move_between_groups_whose_chunks_do_not_align(stage: StageWorker) -> None:
     batch = build_batch(7)
     columns = list(batch.keys())
     there = stage.two.echo(batch).select(columns)
@@ -85,12 +85,12 @@ def rows_move_between_groups_whose_chunks_do_not_align(stage: Stage) -> None:
     require(back.num_rows, 7, "number of rows")
 
 
-def one_rank_of_a_replica_answers_for_it(stage: Stage) -> None:
+def one_rank_of_a_replica_answers_for_it(stage: StageWorker) -> None:
     require(stage.sharded.echo(build_batch(4)).result()["rank"].tolist(), [0, 0, 1, 1], "DP counts every rank")
     require(stage.sharded.count(build_batch(4)).result()["rows"], 2.0, "rows per rank")
 
 
-def the_algebra_of_futures_is_that_of_tensordicts(stage: Stage) -> None:
+def the_algebra_of_futures_is_that_of_tensordicts(stage: StageWorker) -> None:
     batch, other = build_batch(6), build_batch(6, seed=1)
     future, beside = stage.two.echo(batch).select(["x", "tokens"]), stage.three.echo(other).select(["x", "tokens"])
     eager, eager_beside = batch.select("x", "tokens"), other.select("x", "tokens")
@@ -113,7 +113,7 @@ def the_algebra_of_futures_is_that_of_tensordicts(stage: Stage) -> None:
         require_batch(stage.solo.echo(lazy).select(list(expected.keys())).result(), expected, f"argument {index}")
 
 
-def a_long_loop_may_build_a_batch(stage: Stage) -> None:
+def a_long_loop_may_build_a_batch(stage: StageWorker) -> None:
     batch = build_batch(3)
     future = stage.two.echo(batch).select(["row", "tokens"])
     gathered, turned = future, future
@@ -129,13 +129,13 @@ def a_long_loop_may_build_a_batch(stage: Stage) -> None:
     require(stage.solo.echo(turned.concat(*[future] * 1500)).num_rows, 3 * 1501, "rows of one concat")
 
 
-def rows_times_keeps_the_prompt_major_order(stage: Stage) -> None:
+def rows_times_keeps_the_prompt_major_order(stage: StageWorker) -> None:
     result = stage.two.sample(build_batch(5), n=3).result()
     require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
     require(result["sample"].tolist(), [0, 1, 2] * 5, "sample")
 
 
-def a_token_balanced_split_is_placement_and_no_reorder(stage: Stage) -> None:
+def a_token_balanced_split_is_placement_and_no_reorder(stage: StageWorker) -> None:
     batch = build_batch(12, tokens=[40, 38, 36, 34, 1, 1, 1, 1, 1, 1, 1, 1])
     require(stage.three.sample(batch, n=2).result()["row"].tolist(), [r for r in range(12) for _ in range(2)], "row")
     require_batch(stage.three.echo(batch).select(["row", "tokens"]).result(), batch.select("row", "tokens"))
@@ -144,11 +144,11 @@ def a_token_balanced_split_is_placement_and_no_reorder(stage: Stage) -> None:
     require(max(counts.values()) < contiguous / 1.5, True, f"{counts} against {contiguous} of a contiguous split")
 
 
-def unknown_rows_follow_in_collected_order(stage: Stage) -> None:
+def unknown_rows_follow_in_collected_order(stage: StageWorker) -> None:
     require(stage.two.keep_even(build_batch(7)).result()["row"].tolist(), [0, 2, 4, 6], "row")
 
 
-def only_asked_columns_travel(stage: Stage) -> None:
+def only_asked_columns_travel(stage: StageWorker) -> None:
     batch = build_batch(4)
     require_batch(stage.two.add(batch, amount=1.0).result(), TensorDict({"y": batch["x"] * 2 + 1}, batch_size=[4]))
     error = require_raises(BatchError, lambda: stage.two.add(batch.select("row")))
@@ -158,13 +158,13 @@ def only_asked_columns_travel(stage: Stage) -> None:
     require("rank, row" in str(error), True, f"names the existing columns: {error}")
 
 
-def two_batches_are_split_alike(stage: Stage) -> None:
+def two_batches_are_split_alike(stage: StageWorker) -> None:
     left, right = build_batch(7), build_batch(7, seed=1)
     result = stage.three.join(left, right=stage.two.echo(right).select(["x"])).result()
     require_batch(result, TensorDict({"a": left["x"], "b": right["x"]}, batch_size=[7]))
 
 
-def a_method_may_take_its_rows_in_pieces(stage: Stage) -> None:
+def a_method_may_take_its_rows_in_pieces(stage: StageWorker) -> None:
     whole = stage.solo.echo(build_batch(7)).select(["tokens"])
     halves = stage.two.echo(build_batch(7)).select(["row"])
     pieces = [([0, 1, 2, 3], [0, 1, 2, 3]), ([4, 5, 6], [4, 5, 6])]
@@ -174,7 +174,7 @@ def a_method_may_take_its_rows_in_pieces(stage: Stage) -> None:
     require(stage.solo.see_pieces(chosen).result(), [pieces], "pieces of chosen rows")
 
 
-def listed_results_feed_all_to_all(stage: Stage) -> None:
+def listed_results_feed_all_to_all(stage: StageWorker) -> None:
     batch = build_batch(3)
     listed = stage.two.copy_all(batch)
     copies = listed.result()
@@ -188,7 +188,7 @@ def listed_results_feed_all_to_all(stage: Stage) -> None:
     require_raises(ProtocolError, lambda: stage.three.take_own(listed, factor=1))
 
 
-def listed_objects_feed_all_to_all(stage: Stage) -> None:
+def listed_objects_feed_all_to_all(stage: StageWorker) -> None:
     listed = stage.two.where()
     heard = stage.two.hear(listed).result()
     require(heard, [(0, (0, 2, "two")), (1, (1, 2, "two"))], "objects by rank")
@@ -200,45 +200,45 @@ def listed_objects_feed_all_to_all(stage: Stage) -> None:
     require("three.hear has 3 ranks and got PerRank of 2 items" in str(error), True, str(error))
 
 
-def rank_zero_sees_the_whole_batch(stage: Stage) -> None:
+def rank_zero_sees_the_whole_batch(stage: StageWorker) -> None:
     batch = build_batch(7)
     expected = TensorDict({"centered": batch["x"] - batch["x"].mean()}, batch_size=[7])
     require_batch(stage.solo.center(stage.three.echo(batch)).result(), expected)
     require_batch(stage.two.center(stage.three.echo(batch)).result(), expected)
 
 
-def metrics_are_sums_over_counts(stage: Stage) -> None:
+def metrics_are_sums_over_counts(stage: StageWorker) -> None:
     metrics = stage.two.count(build_batch(7)).result()
     require((metrics["row"], metrics["rows"], metrics["row_max"]), (3.0, 3.5, 6.0), "metrics")
     require(metrics["none"] != metrics["none"], True, "a metric without data is nan")
     require_raises(ProtocolError, lambda: stage.two.answer(stage.two.count(build_batch(7))))
 
 
-def objects_come_back_and_go_on(stage: Stage) -> None:
+def objects_come_back_and_go_on(stage: StageWorker) -> None:
     answer = stage.two.answer({"text": "a"})
     require(answer.result()["value"], {"text": "a"}, "object")
     require(stage.solo.answer(value=answer).result()["value"]["scale"], 2.0, "object as argument")
     require(stage.two.where().result(), [(0, 2, "two"), (1, 2, "two")], "listed objects")
 
 
-def equal_seeds_construct_equal_workers(stage: Stage) -> None:
+def equal_seeds_construct_equal_workers(stage: StageWorker) -> None:
     drawn = {group.role: group.answer(0).result()["drawn"] for group in (stage.two, stage.sharded, stage.solo)}
     require(len(set(drawn.values())), 1, f"first random numbers {drawn}")
 
 
-def ranks_know_where_they_run(stage: Stage) -> None:
+def ranks_know_where_they_run(stage: StageWorker) -> None:
     for group in (stage.two, stage.sharded, stage.colocated, stage.solo):
         known = group.answer(0).result()["known"]
         require(known, ("cpu", 11, group.pool.name, group.topology.coordinate(0)), "device, seed, pool and coordinate")
 
 
-def a_result_is_what_was_returned(stage: Stage) -> None:
+def a_result_is_what_was_returned(stage: StageWorker) -> None:
     future = stage.two.lend_buffer(build_batch(4))
     stage.two.write_buffer().result()
     require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
 
 
-def every_rank_has_random_numbers_of_its_own(stage: Stage) -> None:
+def every_rank_has_random_numbers_of_its_own(stage: StageWorker) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
     for count in (2, 1):
@@ -247,7 +247,7 @@ def every_rank_has_random_numbers_of_its_own(stage: Stage) -> None:
     require(torch.equal(torch.get_rng_state(), state), True, "the program's own stream is untouched")
 
 
-def every_rank_has_objects_of_its_own(stage: Stage) -> None:
+def every_rank_has_objects_of_its_own(stage: StageWorker) -> None:
     given: dict[str, list[int]] = {"seen": []}
     require(stage.two.append_rank(given).result(), [[0], [1]], "a list that each rank appends to")
     require(given, {"seen": []}, "the caller's own")
@@ -258,7 +258,7 @@ def every_rank_has_objects_of_its_own(stage: Stage) -> None:
     require([words[-1] for _, words in heard], ["a", "a"], "the object as an argument")
 
 
-def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
+def every_call_leaves_a_span_per_rank(stage: StageWorker) -> None:
     stage.executor.trace.drain()
     stage.two.timed(stage.two.echo(build_batch(4))).result()
     spans = [span for span in stage.executor.trace.drain() if span.method == "timed"]
@@ -270,7 +270,7 @@ def every_call_leaves_a_span_per_rank(stage: Stage) -> None:
         require(span.bytes_read > 0, True, "bytes")
 
 
-def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: Stage) -> None:
+def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: StageWorker) -> None:
     batch = build_batch(4)
     with stage.executor.trace.label(check="written"):
         stage.two.step(stage.two.echo(batch), seconds=0.05).result()
@@ -295,7 +295,7 @@ def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: Stage)
     require(min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep")
 
 
-def groups_on_one_pool_take_turns(stage: Stage) -> None:
+def groups_on_one_pool_take_turns(stage: StageWorker) -> None:
     first = stage.two.step(build_batch(4), seconds=0.3)
     second = stage.colocated.step(build_batch(4))
     require(bool(first.result()["end"].max() <= second.result()["start"].min()), True, "the second waits for the first")
@@ -304,12 +304,12 @@ def groups_on_one_pool_take_turns(stage: Stage) -> None:
     require(earliest >= slow.result()["end"].max(), True, "a turn lasts until every slot is done")
 
 
-def ranks_meet_in_collectives(stage: Stage) -> None:
+def ranks_meet_in_collectives(stage: StageWorker) -> None:
     require(stage.two.sum_of_ranks().result(), [1.0, 1.0], "sum over two ranks")
     require(stage.three.sum_of_ranks().result(), [3.0, 3.0, 3.0], "sum over three ranks")
 
 
-def fused_roles_with_other_layouts_share_the_ranks(stage: Stage) -> None:
+def fused_roles_with_other_layouts_share_the_ranks(stage: StageWorker) -> None:
     require(stage.sharded.sum_of_ranks().result(), [1.0, 1.0], "sum over the sharded role")
     require(
         stage.sharded.sum_over_skew(build_batch(3)).result(),
@@ -318,7 +318,7 @@ def fused_roles_with_other_layouts_share_the_ranks(stage: Stage) -> None:
     )
 
 
-def colocated_groups_with_other_layouts_meet_in_collectives_of_their_own(stage: Stage) -> None:
+def colocated_groups_with_other_layouts_meet_in_collectives_of_their_own(stage: StageWorker) -> None:
     batch = build_batch(3)
     require(stage.colocated.sum_of_ranks().result(), [1.0, 1.0], "sum over ranks")
     for group, copies in ((stage.two, 1), (stage.colocated, 2), (stage.two, 1)):
@@ -328,12 +328,12 @@ def colocated_groups_with_other_layouts_meet_in_collectives_of_their_own(stage: 
     require_batch(there_and_back.result(), batch)
 
 
-def three_rows_on_two_ranks_meet_in_a_collective(stage: Stage) -> None:
+def three_rows_on_two_ranks_meet_in_a_collective(stage: StageWorker) -> None:
     batch = build_batch(3, tokens=[4, 5, 6])
     require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
 
 
-def skewed_token_counts_meet_in_a_collective(stage: Stage) -> None:
+def skewed_token_counts_meet_in_a_collective(stage: StageWorker) -> None:
     batch = build_batch(4, tokens=[500, 500, 5, 5])
     require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
 

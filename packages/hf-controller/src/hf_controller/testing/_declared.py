@@ -15,7 +15,7 @@ from hf_controller.worker import Worker
 from hf_protocols import ALL_TO_ALL, DP, FROM_ARGUMENT, BatchError, PerRank, ProtocolError, register
 
 if TYPE_CHECKING:
-    from hf_controller.testing._workers import Stage
+    from hf_controller.testing._workers import StageWorker
 
 __all__ = ["DECLARED_COLUMNS", "DeclaringWorker"]
 
@@ -56,7 +56,7 @@ class DeclaringWorker(Worker):
         return {str(name): (1.0, 1.0) for name, _ in batch.items()}
 
 
-def arguments_declare_columns(stage: Stage) -> None:
+def arguments_declare_columns(stage: StageWorker) -> None:
     batch = build_batch(7)
     for given in (batch, stage.two.echo(batch), stage.executor.put(batch)):
         result = stage.three.apply(given, Total(reads=("x", "row", "nothing?"))).result()
@@ -68,7 +68,7 @@ def arguments_declare_columns(stage: Stage) -> None:
     require_batch(doubled.result(), TensorDict({"twice": batch["x"] * 2}, batch_size=[7]))
 
 
-def only_columns_that_are_named_travel(stage: Stage) -> None:
+def only_columns_that_are_named_travel(stage: StageWorker) -> None:
     batch = build_batch(4)
     for given in (batch, stage.two.echo(batch)):
         arrived = stage.two.list_columns(given, Total(reads=("x", "flag?", "nothing?")), Total(reads=("byte",)))
@@ -76,7 +76,7 @@ def only_columns_that_are_named_travel(stage: Stage) -> None:
         require(sorted(stage.two.list_columns(given).result()), ["row"], "columns without an argument")
 
 
-def each_rank_has_arguments_of_its_own(stage: Stage) -> None:
+def each_rank_has_arguments_of_its_own(stage: StageWorker) -> None:
     batch = build_batch(3)
     parts = [stage.three.echo(batch).select(["row", name]) for name in ("x", "byte")]
     totals = PerRank([Total(reads=("x",), writes=("of_x",)), Total(reads=("byte",), writes=("of_byte",))])
@@ -87,7 +87,7 @@ def each_rank_has_arguments_of_its_own(stage: Stage) -> None:
     require_batch(again, TensorDict({"total": batch["x"]}, batch_size=[3]))
 
 
-def a_declared_column_that_nobody_wrote_is_named(stage: Stage) -> None:
+def a_declared_column_that_nobody_wrote_is_named(stage: StageWorker) -> None:
     total = Total(reads=("nothing", "x", "never"))
     start = "solo.apply: Total reads never, nothing; the batch has "
     known = stage.two.step(build_batch(4)).union(stage.two.apply(build_batch(4), Total(reads=("x",), writes=("row",))))
@@ -102,13 +102,13 @@ def a_declared_column_that_nobody_wrote_is_named(stage: Stage) -> None:
     require("made by two.echo" in error, True, f"names what made the batch: {error}")
 
 
-def results_are_held_to_what_arguments_declare(stage: Stage) -> None:
+def results_are_held_to_what_arguments_declare(stage: StageWorker) -> None:
     wrong = stage.two.apply(build_batch(4), Total(reads=(), returned=("other",)))
     error = str(require_raises(BatchError, wrong.result))
     require("two.apply got Total.writes=['total'] and returned the columns ['other']" in error, True, error)
 
 
-def declarations_that_are_no_column_names_are_refused(stage: Stage) -> None:
+def declarations_that_are_no_column_names_are_refused(stage: StageWorker) -> None:
     for total, message in (
         (Total(reads="x"), "two.apply: Total.reads='x' is one string: give a list of column names, ['x']"),
         (Total(reads=(1, 2)), "two.apply: Total.reads=(1, 2): give a list of column names"),
@@ -121,7 +121,7 @@ def declarations_that_are_no_column_names_are_refused(stage: Stage) -> None:
         require(error.startswith(message), True, error)
 
 
-DECLARED_COLUMNS: tuple[Callable[[Stage], None], ...] = (
+DECLARED_COLUMNS: tuple[Callable[[StageWorker], None], ...] = (
     arguments_declare_columns,
     only_columns_that_are_named_travel,
     each_rank_has_arguments_of_its_own,

@@ -11,7 +11,7 @@ from tensordict import TensorDict, lazy_stack
 from hf_controller.failures import RemoteCallError
 from hf_controller.futures import BatchFuture
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
-from hf_controller.testing._workers import Stage
+from hf_controller.testing._workers import StageWorker
 from hf_protocols import BatchError, ProtocolError, RewardError
 
 __all__ = [
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def writing_into_shared_rows_is_an_error(stage: Stage) -> None:
+def writing_into_shared_rows_is_an_error(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4)).select(["x"])
     error = require_raises(BatchError, stage.two.write_in_place(future).result)
     require("wrote in place into x" in str(error), True, str(error))
@@ -50,19 +50,19 @@ _WRONG_RESULTS = (
 )
 
 
-def results_are_held_to_their_registration(stage: Stage) -> None:
+def results_are_held_to_their_registration(stage: StageWorker) -> None:
     for method, kind in _WRONG_RESULTS:
         error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
         require(f"two.{method}" in str(error), True, str(error))
 
 
-def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: Stage) -> None:
+def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: StageWorker) -> None:
     for attempt in (lambda: stage.three.echo(build_batch(2)), stage.three.echo(stage.two.echo(build_batch(2))).result):
         error = require_raises(BatchError, attempt)
         require("2 rows" in str(error) and "3 " in str(error), True, str(error))
 
 
-def wrong_rows_and_columns_are_named(stage: Stage) -> None:
+def wrong_rows_and_columns_are_named(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4))
     for wrong in (
         future.rows([4]),
@@ -87,13 +87,13 @@ def wrong_rows_and_columns_are_named(stage: Stage) -> None:
         require_raises(BatchError, attempt)
 
 
-def rows_of_different_shapes_are_no_column(stage: Stage) -> None:
+def rows_of_different_shapes_are_no_column(stage: StageWorker) -> None:
     rows = lazy_stack([TensorDict({"x": torch.zeros(size)}, batch_size=[]) for size in (2, 3)])
     error = str(require_raises(BatchError, lambda: stage.two.echo(rows)))
     require("column x has rows of different shapes" in error, True, error)
 
 
-def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: Stage) -> None:
+def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: StageWorker) -> None:
     said = "two.echo_beyond: protocol 'one row too many' with 4 rows: rank 1 gets row [4], which does not exist"
     error = require_raises(ProtocolError, lambda: stage.two.echo_beyond(build_batch(4)))
     require(str(error), said, "error of a stored batch")
@@ -101,7 +101,7 @@ def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: Stage) -> None:
     require(str(error), said, "error of a result")
 
 
-def wrong_columns_are_named_though_the_call_reads_others(stage: Stage) -> None:
+def wrong_columns_are_named_though_the_call_reads_others(stage: StageWorker) -> None:
     known, unknown = stage.two.step(build_batch(4)), stage.two.echo(build_batch(4))
     for future, maker, other in ((known, "two.step", "start"), (unknown, "two.echo", "row")):
         for wrong, message in (
@@ -114,7 +114,7 @@ def wrong_columns_are_named_though_the_call_reads_others(stage: Stage) -> None:
             require(error.endswith(f"; the batch comes from {maker}"), True, f"names who made it: {error}")
 
 
-def _add_one(stage: Stage, batch: BatchFuture) -> TensorDict:
+def _add_one(stage: StageWorker, batch: BatchFuture) -> TensorDict:
     result: TensorDict = stage.solo.add(batch, amount=1.0).result()
     return result
 
@@ -130,7 +130,7 @@ _PLAIN_ROWS: tuple[Any, ...] = (
 )
 
 
-def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -> None:
+def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: StageWorker) -> None:
     """Every rank would get all of them."""
     rows = torch.arange(4)
     for group in (stage.three, stage.two):
@@ -150,7 +150,7 @@ def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: Stage) -
     require(stage.solo.answer({"rows": rows}).result()["value"]["rows"].tolist(), [0, 1, 2, 3], "a tensor in a dict")
 
 
-def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
+def an_exception_comes_back_as_what_it_is(stage: StageWorker) -> None:
     error = require_raises(RewardError, stage.free.fail(build_batch(4), "ours").result)
     require(str(error), "no reward today", "message")
     require(len(error.__notes__), 1, "notes")
@@ -160,7 +160,7 @@ def an_exception_comes_back_as_what_it_is(stage: Stage) -> None:
     require("in fail" in other.remote_traceback, True, other.remote_traceback)
 
 
-def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
+def what_ends_a_program_ends_a_call_in_one_error(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "exit").result)
     require((error.role, error.method, error.rank, error.cause_type), ("free", "fail", 1, "SystemExit"), "attributes")
     require(str(error), "free.fail on rank 1 failed: SystemExit: 3", "message")
@@ -168,30 +168,30 @@ def what_ends_a_program_ends_a_call_in_one_error(stage: Stage) -> None:
     require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
 
 
-def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: Stage) -> None:
+def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "mute").result)
     require("its message cannot be shown: str() raised RuntimeError" in str(error), True, str(error))
 
 
-def what_a_method_returns_can_travel(stage: Stage) -> None:
+def what_a_method_returns_can_travel(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.two.make_unpicklable().result)
     require(
         str(error).startswith("two.make_unpicklable on rank 0 failed: ") and "pickle" in str(error), True, str(error)
     )
 
 
-def a_failed_input_is_passed_on_as_the_first_failure(stage: Stage) -> None:
+def a_failed_input_is_passed_on_as_the_first_failure(stage: StageWorker) -> None:
     failed = stage.free.fail(build_batch(4), "ours")
     error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
     require("free.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
     require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
 
 
-def a_future_inside_a_container_is_refused(stage: Stage) -> None:
+def a_future_inside_a_container_is_refused(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4))
     require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
 
 
-def an_unknown_method_names_the_known_ones(stage: Stage) -> None:
+def an_unknown_method_names_the_known_ones(stage: StageWorker) -> None:
     error = require_raises(AttributeError, lambda: stage.two.nothing)
     require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))

@@ -37,7 +37,7 @@ from hf_protocols import (
     split_rows,
 )
 
-__all__ = ["ProbeWorker", "SoloWorker", "Stage"]
+__all__ = ["ProbeWorker", "SoloWorker", "StageWorker"]
 
 
 def _every_other_row(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
@@ -347,7 +347,7 @@ class SoloWorker(ProbeWorker):
     needs_process_group = False
 
 
-class Stage:
+class StageWorker:
     """The groups that the checks share: building them takes longer than any check.
 
     ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes

@@ -91,7 +91,7 @@ def _repeat(tensor: torch.Tensor) -> str:
     return ""
 
 
-class _Span(NamedTuple):
+class _MemorySpan(NamedTuple):
     """Bytes of a device from a tensor's first element to its last one; others' elements may lie in between."""
 
     device: str
@@ -104,7 +104,7 @@ class _Span(NamedTuple):
 def _overlaps(weights: _Tensors) -> Iterator[tuple[str, str]]:
     """Tensors that hold an element of another's."""
     spans = [_span(name, part) for name, part in _flat(weights) if part.numel()]
-    together: list[_Span] = []
+    together: list[_MemorySpan] = []
     stop = 0
     for span in sorted(spans, key=lambda span: span[:4]):
         if together and (span.device != together[0].device or span.start >= stop):
@@ -115,13 +115,13 @@ def _overlaps(weights: _Tensors) -> Iterator[tuple[str, str]]:
     yield from _shared(together)
 
 
-def _span(name: str, part: torch.Tensor) -> _Span:
+def _span(name: str, part: torch.Tensor) -> _MemorySpan:
     last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     start = part.data_ptr()
-    return _Span(str(part.device), start, start + (last + 1) * part.element_size(), name, part)
+    return _MemorySpan(str(part.device), start, start + (last + 1) * part.element_size(), name, part)
 
 
-def _shared(spans: Sequence[_Span]) -> Iterator[tuple[str, str]]:
+def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
     """The same among tensors whose spans overlap: columns of one matrix share no element."""
     found = [
         (second.name, f"shares memory with {show(first.name)}: give each its own")

@@ -103,6 +103,10 @@ class LocalServer:
         self.close()
         self._directory.cleanup()
 
+    def wait(self) -> None:
+        """Waits until its first process ends."""
+        self._process.wait()
+
     def close(self) -> None:
         """Ends it with all of its children, and removes the shared memory of those that were killed before."""
         end_session(self._process.pid, self._segments)

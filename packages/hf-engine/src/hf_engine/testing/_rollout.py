@@ -71,7 +71,7 @@ def check_rollout_backend(
     """
     state = torch.get_rng_state()
     backend = build()
-    laws = _Laws(backend, reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
+    laws = _RolloutLaws(backend, reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
     laws.check_greedy("as built")
     assert torch.equal(state, torch.get_rng_state()), "the backend drew from the global random generator or seeded it"
     if topology is not None and isinstance(backend, FormsReplicas):
@@ -89,7 +89,7 @@ def check_rollout_backend(
     laws.check_weight_update()
 
 
-class _Laws:
+class _RolloutLaws:
     def __init__(
         self, backend: RolloutBackend, reference: torch.nn.Module, prompts: TensorDict, tolerance: float
     ) -> None:

@@ -98,7 +98,7 @@ def check_train_backend(
     """
     batch = leave_tokens_out(build_batch(num_rows, vocab_size=vocab_size))
     batch = add_candidates(batch, _NUM_CANDIDATES, vocab_size=vocab_size)
-    laws = _Laws(reference, topology, head, config, tolerance, batch)
+    laws = _TrainLaws(reference, topology, head, config, tolerance, batch)
     backend = build(config)
     laws.check_scores(backend, "as built")
     laws.check_refusal(backend)
@@ -124,7 +124,7 @@ def gather_weights(backend: TrainBackend, topology: Topology) -> dict[str, torch
     return full
 
 
-class _Laws:
+class _TrainLaws:
     def __init__(
         self,
         reference: torch.nn.Module,

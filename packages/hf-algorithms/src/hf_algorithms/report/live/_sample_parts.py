@@ -10,7 +10,7 @@ from html import escape
 from urllib.parse import urlencode
 
 from hf_algorithms.report._histogram import Bin, compute_bins, render_histogram
-from hf_algorithms.report._sample_files import Sample
+from hf_algorithms.report._sample_files import SampleRecord
 from hf_algorithms.report._tokens import COLOURINGS, NO_RATIO, describe_shades, list_colourings, render_tokens
 from hf_algorithms.report.live._run import LiveRun
 from hf_protocols.drawing import format_number, render_table
@@ -52,7 +52,7 @@ class _Chosen:
 
     def __init__(self, run: LiveRun, choice: Choice) -> None:
         self.iteration, self.before, self.after = run.samples.nearest(choice.iteration)
-        self.rows: list[Sample] = []
+        self.rows: list[SampleRecord] = []
         self.notes: list[str] = []
         if self.iteration is not None:
             self.rows, self.notes = run.samples.read(self.iteration)
@@ -118,7 +118,7 @@ def _choose(key: str, names: Sequence[str], chosen: str, titles: Mapping[str, st
 
 
 def _list_groups(found: _Chosen, choice: Choice) -> str:
-    groups: dict[str, list[Sample]] = {}
+    groups: dict[str, list[SampleRecord]] = {}
     for row in found.of_set:
         groups.setdefault(row.group, []).append(row)
     shown = {row.number for row in found.shown}
@@ -141,7 +141,7 @@ def _list_groups(found: _Chosen, choice: Choice) -> str:
     return lead + cards + (_turn_pages(page, pages) if pages > 1 else "")
 
 
-def _spread(rows: Sequence[Sample], reward: str) -> float | None:
+def _spread(rows: Sequence[SampleRecord], reward: str) -> float | None:
     values = [value for row in rows if (value := row.reward(reward)) is not None]
     return statistics.pstdev(values) if values else None
 
@@ -154,7 +154,7 @@ def _turn_pages(page: int, pages: int) -> str:
     return f'<div class="bar">{turn("&larr;", page - 1)}page {page + 1} of {pages}{turn("&rarr;", page + 1)}</div>'
 
 
-def _group(rows: Sequence[Sample], spread: float | None, choice: Choice) -> str:
+def _group(rows: Sequence[SampleRecord], spread: float | None, choice: Choice) -> str:
     first = rows[0]
     facts = [f"standard deviation {format_number(spread)}"] if spread is not None and len(rows) > 1 else []
     facts += [f"answer {_cut(first.answer, 80)}"] if first.answer is not None else []
@@ -167,7 +167,7 @@ def _group(rows: Sequence[Sample], spread: float | None, choice: Choice) -> str:
     )
 
 
-def _card(row: Sample, *, is_chosen: bool) -> str:
+def _card(row: SampleRecord, *, is_chosen: bool) -> str:
     facts = [f"score {format_number(row.score)}"] if row.score is not None else []
     facts += [f"{name} {format_number(value)}" for name, value in row.rewards.items()]
     facts += [f"advantage {format_number(row.advantage)}"] if row.advantage is not None else []
@@ -213,7 +213,7 @@ def render_sample_part(run: LiveRun, choice: Choice) -> str:
     )
 
 
-def _show_response(row: Sample, colouring: str) -> str:
+def _show_response(row: SampleRecord, colouring: str) -> str:
     if not row.tokens:
         text = escape(_cut(row.response, _LONGEST_TEXT)) or "<i>nothing</i>"
         return f"<pre>{text}</pre>" + _note("The run wrote no tokens of this response.")

@@ -21,12 +21,12 @@ from hf_engine.backends._directories import write_directory
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
-from hf_engine.backends.megatron._config import ModelConfig, check_divisible
+from hf_engine.backends.megatron._config import MegatronModelConfig, check_divisible
 from hf_engine.backends.megatron._export import export_stage
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.backends.megatron._schedule import run_backward, run_forward
-from hf_engine.backends.megatron._stage import Stage
+from hf_engine.backends.megatron._stage import PipelineStage
 from hf_engine.backends.megatron._state import MegatronState
 from hf_engine.model_directory import (
     ExportDtype,
@@ -59,7 +59,7 @@ class MegatronBackend(TrainSteps):
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: MegatronModelConfig,
         source: ExportSource,
         *,
         groups: ParallelGroups,
@@ -75,7 +75,7 @@ class MegatronBackend(TrainSteps):
         self._world = dist.distributed_c10d._get_default_group()
         self._device = local_device()
         super().__init__(self._world, config)
-        self._stage = Stage(model, groups, config, head=head, trainable=trainable, device=self._device)
+        self._stage = PipelineStage(model, groups, config, head=head, trainable=trainable, device=self._device)
 
     @classmethod
     def build(
@@ -97,7 +97,7 @@ class MegatronBackend(TrainSteps):
             raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
         with together("nothing was loaded"):
             files = read_model_directory(model)
-            described = ModelConfig.of(files)
+            described = MegatronModelConfig.of(files)
             check_model_directory(files, head=head)
             source = ExportSource.of(files)
         groups = ParallelGroups(topology, seed=seed)
@@ -112,7 +112,7 @@ class MegatronBackend(TrainSteps):
     def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
         """Refuses what megatron-core's layers do not express exactly; see `SupportsModelCheck`."""
         del on_cpu
-        ModelConfig.of(model)
+        MegatronModelConfig.of(model)
 
     @classmethod
     def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:

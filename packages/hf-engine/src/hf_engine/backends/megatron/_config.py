@@ -19,7 +19,7 @@ from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 
-__all__ = ["ARCHITECTURES", "ModelConfig", "build_transformer_config", "check_divisible"]
+__all__ = ["ARCHITECTURES", "MegatronModelConfig", "build_transformer_config", "check_divisible"]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -33,7 +33,7 @@ ARCHITECTURES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class MegatronModelConfig:
     """A config.json, read for megatron-core."""
 
     shape: ModelShape
@@ -48,7 +48,7 @@ class ModelConfig:
     """Radians per position of every rotated pair, with any scaling applied."""
 
     @classmethod
-    def of(cls, model: ModelDirectory) -> ModelConfig:
+    def of(cls, model: ModelDirectory) -> MegatronModelConfig:
         """Takes what megatron-core needs from a model's files.
 
         Raises:
@@ -68,7 +68,9 @@ class ModelConfig:
         )
 
 
-def build_transformer_config(model: ModelConfig, train: ParallelSpec, config: TrainConfig, dtype: torch.dtype) -> Any:
+def build_transformer_config(
+    model: MegatronModelConfig, train: ParallelSpec, config: TrainConfig, dtype: torch.dtype
+) -> Any:
     """megatron-core's configuration: no dropout, no fused kernels that need a GPU library, summed gradients.
 
     Raises:
@@ -86,7 +88,9 @@ def build_transformer_config(model: ModelConfig, train: ParallelSpec, config: Tr
         return TransformerConfig(**_options(model, train, dtype, stages), **recompute)
 
 
-def _options(model: ModelConfig, train: ParallelSpec, dtype: torch.dtype, stages: list[list[str]]) -> dict[str, Any]:
+def _options(
+    model: MegatronModelConfig, train: ParallelSpec, dtype: torch.dtype, stages: list[list[str]]
+) -> dict[str, Any]:
     shape = model.shape
     return dict(
         num_layers=shape.num_layers,
@@ -135,7 +139,7 @@ def _leave(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _moe_options(model: ModelConfig, train: ParallelSpec) -> dict[str, Any]:
+def _moe_options(model: MegatronModelConfig, train: ParallelSpec) -> dict[str, Any]:
     if not model.shape.num_experts:
         return {}
     return {

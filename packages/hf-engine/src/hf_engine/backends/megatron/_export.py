@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_engine.backends.megatron._files import HuggingFaceWriter
 from hf_engine.backends.megatron._names import EMBEDDING_NAME, HEAD_NAME
-from hf_engine.backends.megatron._stage import Stage
+from hf_engine.backends.megatron._stage import PipelineStage
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ExportSource, describe_export
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
@@ -20,7 +20,7 @@ from hf_engine.resharding.plan import plan_reshard
 __all__ = ["export_stage"]
 
 
-def export_stage(path: Path, source: ExportSource, stage: Stage, *, dtype: ExportDtype) -> None:
+def export_stage(path: Path, source: ExportSource, stage: PipelineStage, *, dtype: ExportDtype) -> None:
     """Gathers every parameter on rank 0, which writes it. Collective over all ranks.
 
     Args:
@@ -58,7 +58,7 @@ def export_stage(path: Path, source: ExportSource, stage: Stage, *, dtype: Expor
         writer.finish()
 
 
-def _config(source: ExportSource, stage: Stage, dtype: ExportDtype) -> dict[str, Any]:
+def _config(source: ExportSource, stage: PipelineStage, dtype: ExportDtype) -> dict[str, Any]:
     shapes = {stage.stored_name(name): shape for name, shape in stage.layout.shapes.items()}
     return describe_export(
         source.config,

@@ -12,7 +12,7 @@ from hf_engine.backends._base import Head
 from hf_engine.backends._micro_batches import MicroBatch
 from hf_engine.backends._outputs import OutputRequest
 from hf_engine.backends._token_logprobs import TokenScores
-from hf_engine.backends.megatron._config import ModelConfig
+from hf_engine.backends.megatron._config import MegatronModelConfig
 from hf_engine.backends.megatron._core import GPTModel, gather_from_sequence_parallel_region
 from hf_engine.backends.megatron._layers import build_block_spec
 from hf_engine.backends.megatron._logprobs import compute_vocab_parallel_logprobs, find_vocab_parallel_top_ids
@@ -81,7 +81,9 @@ class Decoder(GPTModel):  # type: ignore[misc]
         )
 
 
-def build_decoder(model: ModelConfig, config: Any, groups: ParallelGroups, head: Head, device: torch.device) -> Decoder:
+def build_decoder(
+    model: MegatronModelConfig, config: Any, groups: ParallelGroups, head: Head, device: torch.device
+) -> Decoder:
     """This rank's stage with uninitialised weights; a value head is zero.
 
     Args:

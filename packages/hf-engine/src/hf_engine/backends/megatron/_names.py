@@ -16,7 +16,7 @@ from hf_engine.resharding.tensor_parallel import fused_qkv_rows
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Coordinate, ParallelSpec
 
-__all__ = ["EMBEDDING_NAME", "HEAD_NAME", "ParameterNames", "Piece"]
+__all__ = ["EMBEDDING_NAME", "HEAD_NAME", "NamedPiece", "ParameterNames"]
 
 HEAD_NAME = "lm_head.weight"
 """The output layer of an untied model, and a value head in its place."""
@@ -31,7 +31,7 @@ _REPLICATED = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class NamedPiece:
     """A view of one tensor, and the part of a Hugging Face parameter that it is."""
 
     name: str
@@ -49,7 +49,7 @@ class ParameterNames:
     first_layer: int
     """Number of the stage's first decoder layer in the whole model."""
 
-    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[NamedPiece]:
         """Cuts a tensor of the shape of megatron-core's `parameter`: its values, or anything kept for each of them."""
         if parameter in ("embedding.word_embeddings.weight", "output_layer.weight"):
             tied = parameter == "embedding.word_embeddings.weight" or self.shape.tie_embeddings
@@ -63,7 +63,7 @@ class ParameterNames:
             assert prefix == "decoder.layers.", f"unknown megatron-core parameter {parameter}"
             yield from self._layer(f"model.layers.{self.first_layer + layer}.", rest, tensor)
 
-    def _layer(self, prefix: str, rest: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    def _layer(self, prefix: str, rest: str, tensor: torch.Tensor) -> Iterator[NamedPiece]:
         if rest in _REPLICATED:
             yield _whole(prefix + _REPLICATED[rest], tensor)
         elif rest.startswith("self_attention.linear_qkv."):
@@ -83,7 +83,7 @@ class ParameterNames:
     def _block(self) -> str:
         return "block_sparse_moe" if self.shape.family == "mixtral" else "mlp"
 
-    def _mlp(self, prefix: str, linear: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    def _mlp(self, prefix: str, linear: str, tensor: torch.Tensor) -> Iterator[NamedPiece]:
         mixtral = self.shape.family == "mixtral"
         gate, upward, downward = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
         if linear == "linear_fc2.weight":
@@ -93,26 +93,26 @@ class ParameterNames:
         for name, part in zip((gate, upward), tensor.chunk(2), strict=True):
             yield _rows(f"{prefix}{name}.weight", self.at.tp * part.shape[0], part)
 
-    def _qkv(self, prefix: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    def _qkv(self, prefix: str, kind: str, tensor: torch.Tensor) -> Iterator[NamedPiece]:
         held = fused_qkv_rows(self.shape, self.at.tp, self.train.tp_size)
         parts = torch.split(tensor, [len(rows) for _, rows in held])
         for (projection, rows), part in zip(held, parts, strict=True):
             yield _rows(f"{prefix}{projection}.{kind}", rows.start, part)
 
-    def _vocabulary(self, name: str, tensor: torch.Tensor) -> Piece:
+    def _vocabulary(self, name: str, tensor: torch.Tensor) -> NamedPiece:
         start = min(self.at.tp * tensor.shape[0], self.shape.vocab_size)
         return _rows(name, start, tensor[: self.shape.vocab_size - start])
 
-    def _columns(self, name: str, tensor: torch.Tensor) -> Piece:
-        return Piece(name, Box((0, self.at.tp * tensor.shape[1]), tuple(tensor.shape)), tensor)
+    def _columns(self, name: str, tensor: torch.Tensor) -> NamedPiece:
+        return NamedPiece(name, Box((0, self.at.tp * tensor.shape[1]), tuple(tensor.shape)), tensor)
 
 
-def _whole(name: str, tensor: torch.Tensor) -> Piece:
-    return Piece(name, Box.whole(tensor.shape), tensor)
+def _whole(name: str, tensor: torch.Tensor) -> NamedPiece:
+    return NamedPiece(name, Box.whole(tensor.shape), tensor)
 
 
-def _rows(name: str, start: int, tensor: torch.Tensor) -> Piece:
-    return Piece(name, Box((start, *(0,) * (tensor.dim() - 1)), tuple(tensor.shape)), tensor)
+def _rows(name: str, start: int, tensor: torch.Tensor) -> NamedPiece:
+    return NamedPiece(name, Box((start, *(0,) * (tensor.dim() - 1)), tuple(tensor.shape)), tensor)
 
 
 def _split_layer(parameter: str) -> tuple[str, int, str]:

@@ -13,11 +13,11 @@ from hf_engine.backends._learning_rate import LearningRate
 from hf_engine.backends.megatron._core import OptimizerConfig, get_megatron_optimizer, quiet
 from hf_engine.backends.megatron._gather import WeightGather
 
-__all__ = ["DistributedAdamW", "Shard"]
+__all__ = ["DistributedAdamW", "OptimizerShard"]
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """What this rank's optimizer keeps of one parameter: elements start to stop of the flat tensor."""
 
     start: int
@@ -99,16 +99,16 @@ class DistributedAdamW:
         """Drops what was taken."""
         self._optimizer.zero_grad()
 
-    def shard(self, parameter: torch.nn.Parameter) -> Shard:
+    def shard(self, parameter: torch.nn.Parameter) -> OptimizerShard:
         """What this rank keeps of a parameter of the model; an empty shard where other ranks keep all of it."""
         for inner in self._inner():
             if parameter in inner.model_param_group_index_map:
                 kept = inner._get_model_param_range_map(parameter)["param"]
                 state = inner._get_main_param_and_optimizer_states(parameter)
                 tensors = {"master": state["param"].detach(), **{n: state[n] for n in ("exp_avg", "exp_avg_sq")}}
-                return Shard(kept.start, kept.end, tensors)
+                return OptimizerShard(kept.start, kept.end, tensors)
         empty = torch.empty(0, device=parameter.device)
-        return Shard(0, 0, dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), empty))
+        return OptimizerShard(0, 0, dict.fromkeys(("master", "exp_avg", "exp_avg_sq"), empty))
 
     @torch.no_grad()
     def restart(self) -> None:

@@ -14,7 +14,7 @@ from hf_engine.agreement import together
 from hf_engine.backends._base import Head, TrainConfig
 from hf_engine.backends._directories import check_directory
 from hf_engine.backends._offload import OffloadedMemory
-from hf_engine.backends.megatron._config import ModelConfig, build_transformer_config
+from hf_engine.backends.megatron._config import MegatronModelConfig, build_transformer_config
 from hf_engine.backends.megatron._core import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -23,7 +23,7 @@ from hf_engine.backends.megatron._core import (
 )
 from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.backends.megatron._model import Decoder, build_decoder
-from hf_engine.backends.megatron._names import HEAD_NAME, ParameterNames, Piece
+from hf_engine.backends.megatron._names import HEAD_NAME, NamedPiece, ParameterNames
 from hf_engine.backends.megatron._optimizer import DistributedAdamW
 from hf_engine.backends.megatron._parallel import ParallelGroups
 from hf_engine.model_directory import SCORE_HEADS, VALUE_HEAD, check_model_directory, read_model_directory
@@ -35,10 +35,10 @@ from hf_engine.training.state.parts import WEIGHTS
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 
-__all__ = ["Stage"]
+__all__ = ["PipelineStage"]
 
 
-class Stage:
+class PipelineStage:
     """What this rank holds.
 
     Args:
@@ -52,7 +52,7 @@ class Stage:
 
     def __init__(
         self,
-        model: ModelConfig,
+        model: MegatronModelConfig,
         groups: ParallelGroups,
         config: TrainConfig,
         *,
@@ -85,7 +85,7 @@ class Stage:
         """By megatron-core's names."""
         return dict(self.decoder.named_parameters())
 
-    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, parameter: str, tensor: torch.Tensor) -> Iterator[NamedPiece]:
         """See `ParameterNames.pieces`."""
         return self._names.pieces(parameter, tensor)
 
@@ -165,7 +165,7 @@ class Stage:
     def _open_hf(self, directory: str | Path) -> HuggingFaceFiles:
         check_directory(directory)
         model = read_model_directory(Path(directory))
-        other = ModelConfig.of(model).shape
+        other = MegatronModelConfig.of(model).shape
         check_model_directory(model, head=self._head)
         files = HuggingFaceFiles(model)
         named = {self._name_in(files, name): shape for name, shape in self.layout.shapes.items()}
@@ -212,8 +212,8 @@ class Stage:
             piece.view.copy_(present.view if stored is None else stored)
         return value
 
-    def _pieces_by_name(self) -> dict[str, list[Piece]]:
-        found: dict[str, list[Piece]] = {}
+    def _pieces_by_name(self) -> dict[str, list[NamedPiece]]:
+        found: dict[str, list[NamedPiece]] = {}
         for parameter, live in self.parameters.items():
             for piece in self.pieces(parameter, live.detach()):
                 found.setdefault(piece.name, []).append(piece)

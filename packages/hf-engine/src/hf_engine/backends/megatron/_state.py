@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends._fsdp_state import describe_layout, describe_optimizer
-from hf_engine.backends.megatron._names import Piece
-from hf_engine.backends.megatron._stage import Stage
+from hf_engine.backends.megatron._names import NamedPiece
+from hf_engine.backends.megatron._stage import PipelineStage
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.parts import MOMENTS, WEIGHTS, FillPiece, StateParts, StoredPiece
 from hf_protocols.topology import Topology
@@ -35,7 +35,7 @@ class MegatronState(StateParts):
     backend = "megatron"
     base = None
 
-    def __init__(self, stage: Stage, topology: Topology, config: TrainConfig, *, head: str, seed: int) -> None:
+    def __init__(self, stage: PipelineStage, topology: Topology, config: TrainConfig, *, head: str, seed: int) -> None:
         self._stage = stage
         self.head, self.seed = head, seed
         self.dtype = stage.layout.dtype if stage.optimizer is None else "float32"
@@ -80,7 +80,7 @@ class MegatronState(StateParts):
         """See `StateParts.buffers`: megatron-core's layers have none."""
         return {}
 
-    def _writer(self, piece: Piece) -> int:
+    def _writer(self, piece: NamedPiece) -> int:
         """One of the ranks that hold a box, the same on all of them, and spread over them by name."""
         layout = self._stage.layout
         holders = [rank for rank in layout.ranks if piece.box in layout.boxes_of(rank).get(piece.name, ())]

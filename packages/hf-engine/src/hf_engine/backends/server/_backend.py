@@ -18,7 +18,7 @@ from hf_engine.backends._engine_rules import require_known_layout
 from hf_engine.backends._loading import check_complete, check_shards, check_version
 from hf_engine.backends._replica import require_process_group
 from hf_engine.backends.server._again import find_again
-from hf_engine.backends.server._connection import Connection, LostServerError, expected_form
+from hf_engine.backends.server._connection import LostServerError, ServerConnection, expected_form
 from hf_engine.backends.server._dialect import Dialect, Sample
 from hf_engine.backends.server._files import WeightFiles
 from hf_engine.backends.server._identify import identify
@@ -144,7 +144,7 @@ class ServerBackend:
             check_model_directory(files)
             directory, shape = files.path, require_known_layout(files)
             key = read_key(api_key_variable)
-            connection = Connection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
+            connection = ServerConnection(url, key=key, connect_timeout_s=connect_timeout_s, timeout_s=timeout_s)
             find = partial(identify, connection, files.dtype or "float32")
             with expected_form(url):
                 server = find()
@@ -182,7 +182,9 @@ class ServerBackend:
         _check_restart(options.get("restart_timeout_s", 0.0))
         names = ("connect_timeout_s", "timeout_s")
         for url in urls:
-            connection = Connection(url, **{name: options.get(name, 1.0) for name in names})  # connects with a request
+            connection = ServerConnection(
+                url, **{name: options.get(name, 1.0) for name in names}
+            )  # connects with a request
             choose_directory(options.get("weights_directory"), connection)
 
     @classmethod

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from hf_protocols.arguments import check_number, check_seconds, show
 from hf_protocols.errors import BackendError
 
-__all__ = ["Connection", "LostServerError", "expected_form"]
+__all__ = ["LostServerError", "ServerConnection", "expected_form"]
 
 _PORTS = {"http": 80, "https": 443}
 _LEAST_BYTES = 16 << 20
@@ -31,7 +31,7 @@ class LostServerError(BackendError):
     """A server that does not take a connection, or ended one in the middle of a request."""
 
 
-class Connection:
+class ServerConnection:
     """A server by its URL. Every request opens a connection of its own: servers close those that rest.
 
     Args:
@@ -76,7 +76,7 @@ class Connection:
         """Name or address of the server's machine."""
         return self._address[0]
 
-    def within(self, seconds: float) -> Connection:
+    def within(self, seconds: float) -> ServerConnection:
         """The same server with deadlines of no more than this, for what is not worth a longer wait."""
         hurried = copy.copy(self)
         hurried._connect_timeout_s = min(self._connect_timeout_s, seconds)

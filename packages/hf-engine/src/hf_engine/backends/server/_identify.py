@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import ServerConnection
 from hf_engine.backends.server._dialect import Dialect
 from hf_engine.backends.server._sglang import SglangServer
 from hf_engine.backends.server._vllm import VllmServer
@@ -11,7 +11,7 @@ from hf_protocols.errors import BackendError
 __all__ = ["identify"]
 
 
-def identify(connection: Connection, dtype: str) -> Dialect:
+def identify(connection: ServerConnection, dtype: str) -> Dialect:
     """Asks the server what it is.
 
     Args:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_engine.backends._engine_rules import has_experts
 from hf_engine.backends._replica import require_ranks
-from hf_engine.backends.server._connection import Connection
+from hf_engine.backends.server._connection import ServerConnection
 from hf_engine.backends.server._dialect import Dialect
 from hf_engine.model_directory import ModelDirectory
 from hf_protocols.arguments import check_kind, show
@@ -73,7 +73,7 @@ def read_key(variable: str | None) -> str | None:
     return key
 
 
-def choose_directory(given: str | Path | None, connection: Connection) -> Path:
+def choose_directory(given: str | Path | None, connection: ServerConnection) -> Path:
     """Where weights are left for the server.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_engine.backends._base import SamplingParams
 from hf_engine.backends._engine_rules import SGLANG_EXPERTS
-from hf_engine.backends.server._connection import Connection, LostServerError
+from hf_engine.backends.server._connection import LostServerError, ServerConnection
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
@@ -35,7 +35,7 @@ class SglangServer:
         BackendError: for a version that has not been tried.
     """
 
-    def __init__(self, connection: Connection, info: Mapping[str, Any], dtype: str) -> None:
+    def __init__(self, connection: ServerConnection, info: Mapping[str, Any], dtype: str) -> None:
         self._connection = connection
         name = f"the SGLang server at {connection.url}"
         require_version(name, info["version"], *_VERSIONS)

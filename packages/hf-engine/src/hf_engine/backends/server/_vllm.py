@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine.backends._base import SamplingParams
-from hf_engine.backends.server._connection import Connection, LostServerError
+from hf_engine.backends.server._connection import LostServerError, ServerConnection
 from hf_engine.backends.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
@@ -39,7 +39,7 @@ class VllmServer:
         BackendError: for a version that has not been tried, or a server without the endpoints that training needs.
     """
 
-    def __init__(self, connection: Connection, version: str, dtype: str) -> None:
+    def __init__(self, connection: ServerConnection, version: str, dtype: str) -> None:
         self._connection = connection
         name = f"the vLLM server at {connection.url}"
         require_version(name, version, *_VERSIONS)

@@ -22,10 +22,10 @@ _NAME = "torchvision"
 def install_stand_in() -> None:
     """Makes `import torchvision` succeed where it is not installed."""
     if importlib.util.find_spec(_NAME) is None:
-        sys.meta_path.append(_Finder())
+        sys.meta_path.append(_TorchvisionFinder())
 
 
-class _Finder(MetaPathFinder, Loader):
+class _TorchvisionFinder(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name.partition(".")[0] != _NAME:
             return None

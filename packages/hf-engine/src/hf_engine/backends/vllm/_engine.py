@@ -28,7 +28,7 @@ from hf_engine.backends.vllm._draws import DrawProcessor
 from hf_engine.backends.vllm._families import config_overrides, expected_head_size, families_as_trained
 from hf_engine.backends.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.backends.vllm._library import options_set, serving_threads
-from hf_engine.backends.vllm._requests import Response, run_requests
+from hf_engine.backends.vllm._requests import EngineResponse, run_requests
 from hf_engine.backends.vllm._weights import TRANSFER, register_transfer
 from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
 from hf_engine.process_groups import default_timeout
@@ -224,7 +224,7 @@ class Engine:
     @options_set()
     def run(
         self, batch: TensorDict, sampling: SamplingParams, stops: Sequence[int], strings: StopStrings | None
-    ) -> list[Response]:
+    ) -> list[EngineResponse]:
         """All samples of a batch; see `run_requests`.
 
         Raises:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from hf_engine.backends._stop_strings import StopStrings
 
-__all__ = ["Response", "run_requests"]
+__all__ = ["EngineResponse", "run_requests"]
 
 
 @dataclass(frozen=True)
-class Response:
+class EngineResponse:
     """One sample."""
 
     token_ids: list[int]
@@ -42,7 +42,7 @@ def run_requests(
     strings: StopStrings | None,
     *,
     adapter: LoRARequest | None = None,
-) -> list[Response]:
+) -> list[EngineResponse]:
     """Runs a batch to its end.
 
     Args:
@@ -73,7 +73,7 @@ def run_requests(
                 extra_args={EXTRA: draw},
             )
             engine.add_request(str(sample), {"prompt_token_ids": prompt_ids}, parameters, lora_request=adapter)
-    finished: dict[int, Response] = {}
+    finished: dict[int, EngineResponse] = {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             (found,) = output.outputs
@@ -83,5 +83,5 @@ def run_requests(
             if completes or output.finished:
                 logprobs = [step[token].logprob for step, token in zip(found.logprobs, found.token_ids, strict=True)]
                 is_stopped = completes or found.finish_reason == "stop"
-                finished[int(output.request_id)] = Response(list(found.token_ids), logprobs, is_stopped)
+                finished[int(output.request_id)] = EngineResponse(list(found.token_ids), logprobs, is_stopped)
     return [finished[sample] for sample in range(len(uniforms))]
