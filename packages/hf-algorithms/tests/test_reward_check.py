@@ -240,6 +240,28 @@ def test_data_without_any_answer_is_refused(name: str, key: str, absent: str, so
     )
 
 
+def of_a_solution(completions: Any, solution: Any, **columns: Any) -> Any: ...
+
+
+@pytest.mark.parametrize(("key", "absent"), [("function", "train"), ("metric", "test")])
+def test_a_parameter_of_answers_needs_answers(monkeypatch: pytest.MonkeyPatch, key: str, absent: str) -> None:
+    """A function that names `solution` would get None for every row; the rows' own column or their answers fill it."""
+    found = {"mine:f": of_a_solution, "mine:any": any_arguments}
+    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    other = "metric" if key == "function" else "function"
+    config = config_with(**{key: "mine:f", other: "mine:any"})
+    rows = {"train": ROWS, "validation": ROWS, "test": ROWS}
+    check_rewards(config, rows)
+    check_rewards(config, {**rows, absent: [Row("p"), Row("q", columns={"solution": "2"})]})
+    with pytest.raises(DataError) as caught:
+        check_rewards(config, {**rows, absent: [Row("p"), Row("q", columns={"chosen": "2"})]})
+    assert str(caught.value) == (
+        f"data.{'train' if absent == 'train' else 'validation'} = '{'train' if absent == 'train' else 'val'}.jsonl': no "
+        f"row has an answer or a column 'solution', which reward.{key} = 'mine:f' has as a parameter. Set "
+        f"data.answer_field, or set reward.{key} to a function that needs no answers"
+    )
+
+
 def test_only_the_rows_that_are_scored_need_answers() -> None:
     """Prompts alone to train on, answers in the held-out rows, or the reverse."""
     function = "hf_algorithms.rewards:exact_match"

@@ -108,10 +108,12 @@ def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_p
             _check_url(named)
             continue
         checked = _load_and_check(named, search_path)
+        answer_name = str(config.data.answer_field)
         if rows:
-            _check_parameters(named, checked.binding, str(config.data.answer_field), rows)
-        if checked.needs_answers:
-            _check_presence(named, config, rows)
+            _check_parameters(named, checked.binding, answer_name, rows)
+        remedy = f"Set data.answer_field, or set {named.key} to a function that needs no answers"
+        for name in sorted(named.sets & rows.keys(), reverse=True):
+            _check_presence(named, checked, config.data.describe(name), rows[name], answer_name, remedy)
         if checked.check_answer is not None:
             with imports_from(search_path):
                 for path, longest in _rows_by_path(config, rows).items():
@@ -152,11 +154,8 @@ def check_metric(
         return
     checked = _load_and_check(named, search_path)
     _check_parameters(named, checked.binding, answer_name, {source: rows})
-    if checked.needs_answers and all(row.answer is None for row in rows):
-        raise DataError(
-            f"{source}: no row has an answer, with which {named.label} compares responses. Name the column of the "
-            "answers, or use a function that needs none"
-        )
+    remedy = "Name the column of the answers, or use a function that needs none"
+    _check_presence(named, checked, source, rows, answer_name, remedy)
     if checked.check_answer is not None:
         with imports_from(search_path):
             _check_answers(named, checked, source, rows)
@@ -236,14 +235,20 @@ def _list_functions(config: Config) -> list[_Named]:
     return list(found.values())
 
 
-def _check_presence(named: _Named, config: Config, rows: Mapping[str, Sequence[Row]]) -> None:
-    """Refuses data sets of which no row has an answer: every score would be None."""
-    for name in sorted(named.sets & rows.keys(), reverse=True):
-        if all(row.answer is None for row in rows[name]):
-            raise DataError(
-                f"{config.data.describe(name)}: no row has an answer, with which {named.label} compares responses. "
-                f"Set data.answer_field, or set {named.key} to a function that needs no answers"
-            )
+def _check_presence(
+    named: _Named, checked: _Checked, source: str, rows: Sequence[Row], answer_name: str, remedy: str
+) -> None:
+    """Refuses a data set of which no row has an answer, if the function compares with answers or names them."""
+    wanted = checked.binding.find_answers(answer_name)
+    if not (checked.needs_answers or wanted) or any(row.answer is not None for row in rows):
+        return
+    if checked.needs_answers:
+        raise DataError(f"{source}: no row has an answer, with which {named.label} compares responses. {remedy}")
+    if absent := [name for name in wanted if not any(name in row.columns for row in rows)]:
+        raise DataError(
+            f"{source}: no row has an answer or a column {show(absent[0])}, which {named.label} has as a parameter. "
+            f"{remedy}"
+        )
 
 
 def _check_url(named: _Named) -> None:

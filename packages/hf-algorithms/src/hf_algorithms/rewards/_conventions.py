@@ -105,6 +105,10 @@ class Binding:
         known = self.convention.names | set(columns) | ANSWER_NAMES
         return sorted(self.needed - known)
 
+    def find_answers(self, answer_name: str) -> list[str]:
+        """Returns parameters that get the answers of the data, which a function asks for by naming them."""
+        return sorted((self.needed & {answer_name, *ANSWER_NAMES}) - self.convention.names)
+
 
 def bind_function(what: str, function: Callable[..., Any], style: Style = "auto") -> Binding:
     """Reads off a function's parameters how it is called. By its signature only: it does not run.
