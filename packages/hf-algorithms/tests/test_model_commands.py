@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,15 +16,29 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_algorithms.atomic_files import find_part, writing_lines
+from hf_algorithms.checkpoints.origin import describe_origin, write_origin
 from hf_algorithms.cli import cli
+from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import build_character_tokenizer
 from hf_algorithms.exporting import export
 from hf_algorithms.generation import generate
 from hf_algorithms.model_evaluation import evaluate
+from hf_algorithms.run_directory import RunDirectory
 from hf_engine.testing import write_tiny_model
 from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError
 
 CONTEXT, LIMIT = 48, 6
+RECIPE = """
+from dataclasses import replace
+from typing import Literal
+
+from hf_algorithms.recipes.grpo import GRPO, GRPOConfig
+
+class MineConfig(GRPOConfig):
+    name: Literal["mine"] = "mine"
+
+MINE = replace(GRPO, name="mine", config=MineConfig)
+"""
 METRICS = """
 def length(responses, **kwargs):
     return [float(len(response)) for response in responses]
@@ -201,6 +216,7 @@ GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
         ((*EVALUATE, "--metric", "own_metrics:silent"), RewardError, "'silent' scored none of the 3 rows"),
         (("export", "{model}", "--output", "run"), ConfigError, "output = 'run': is not an empty directory"),
         (("export", "{model}", "--output", "x", "--iteration", 3), ConfigError, "is not a run"),
+        (("export", "orphan", "--output", "x"), ConfigError, "'orphan': is an adapter of './gone': no such directory"),
         (("export", "done", "--output", "x", "--iteration", 3), ConfigError, "it holds those of 2, 4. Choose one"),
     ],
 )  # fmt: skip
@@ -208,12 +224,14 @@ def test_refusals_are_one_line(
     model: Path, rows: Path, words: tuple[object, ...], kind: type[HybridFlowError], message: str
 ) -> None:
     Path("old.part").touch()
-    for name in ("run", "done/model", "done/steps/2", "adapter"):
+    for name in ("run", "done/model", "done/steps/2", "adapter", "orphan"):
         Path(name).mkdir(parents=True)
     for name in ("run/config.toml", "done/config.toml", "done/steps/2/config.json"):
         Path(name).touch()
     Path("done/summary.json").write_text('{"model_iteration": 4}')
     Path("adapter/adapter_config.json").write_text("{}")
+    Path("orphan/adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "./gone"}')
+    Path("orphan/adapter_model.safetensors").touch()
     before = sorted(rows.parent.rglob("*"))
     output, error = run(*(str(model) if word == "{model}" else word for word in words))
     assert output == ""
@@ -255,6 +273,43 @@ def test_an_adapter_is_merged_into_its_base(model: Path, rows: Path) -> None:
     AutoTokenizer.from_pretrained("merged")
     generate("adapter", data=rows, output="out.jsonl", max_new_tokens=2)
     assert len(read(Path("out.jsonl"))) == 3
+
+
+def test_a_damaged_adapter_is_read_after_data_and_metrics(model: Path, rows: Path) -> None:
+    """Merging takes minutes at 7B: what can be known before is refused before."""
+    Path("adapter").mkdir()
+    config = {"peft_type": "LORA", "base_model_name_or_path": str(model)}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    Path("adapter/adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match="Did you mean exact_match"):
+        evaluate("adapter", data={"mine": rows}, metrics=["exact_mach"])
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        generate("adapter", data="absent.jsonl", output="out.jsonl")
+    with pytest.raises(HybridFlowError, match="'adapter': cannot be merged into its base"):
+        evaluate("adapter", data={"mine": rows}, metrics=["exact_match"])
+
+
+def test_a_run_is_evaluated_from_any_folder(model: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows its rows, and the folders of its metric and of its recipe, as `--resume` does."""
+    Path("own_recipes.py").write_text(RECIPE)
+    sections = {
+        "data": {"train": "rows.jsonl"},
+        "model": {"path": str(model)},
+        "algorithm": {"recipe": "own_recipes.py:MINE"},
+        "reward": {"function": "exact_match", "metric": "own_metrics.py:length"},
+        "rollout": {"max_new_tokens": 2},
+    }
+    config = parse_config(sections, search_path=[str(rows.parent)])
+    directory = RunDirectory(Path("run"))
+    origin = describe_origin(config, directory.path, [str(rows.parent)])
+    directory.begin()
+    write_origin(directory, origin)
+    directory.write_text("config.toml", format_toml(config))
+    directory.close()
+    shutil.copytree(model, "run/model")
+    Path("elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    assert evaluate("../run").metrics.keys() == {"eval/test/length"}
 
 
 def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None:

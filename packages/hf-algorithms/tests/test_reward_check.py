@@ -243,8 +243,13 @@ def test_data_without_any_answer_is_refused(name: str, key: str, absent: str, so
 def of_a_solution(completions: Any, solution: Any, **columns: Any) -> Any: ...
 
 
-@pytest.mark.parametrize(("key", "absent"), [("function", "train"), ("metric", "test")])
-def test_a_parameter_of_answers_needs_answers(monkeypatch: pytest.MonkeyPatch, key: str, absent: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "absent", "source"),
+    [("function", "train", "data.train = 'train.jsonl'"), ("metric", "test", "data.validation = 'val.jsonl'")],
+)
+def test_a_parameter_of_answers_needs_answers(
+    monkeypatch: pytest.MonkeyPatch, key: str, absent: str, source: str
+) -> None:
     """A function that names `solution` would get None for every row; the rows' own column or their answers fill it."""
     found = {"mine:f": of_a_solution, "mine:any": any_arguments}
     monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
@@ -256,8 +261,7 @@ def test_a_parameter_of_answers_needs_answers(monkeypatch: pytest.MonkeyPatch, k
     with pytest.raises(DataError) as caught:
         check_rewards(config, {**rows, absent: [Row("p"), Row("q", columns={"chosen": "2"})]})
     assert str(caught.value) == (
-        f"data.{'train' if absent == 'train' else 'validation'} = '{'train' if absent == 'train' else 'val'}.jsonl': no "
-        f"row has an answer or a column 'solution', which reward.{key} = 'mine:f' has as a parameter. Set "
+        f"{source}: no row has an answer or a column 'solution', which reward.{key} = 'mine:f' has as a parameter. Set "
         f"data.answer_field, or set reward.{key} to a function that needs no answers"
     )
 

@@ -35,9 +35,10 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
         The directory.
 
     Raises:
-        ConfigError: for a model that is absent or damaged, and an iteration of which the run holds no model.
+        ConfigError: for a model that is absent or damaged, an adapter without its base, and an iteration of which the
+            run holds no model.
     """
-    from hf_engine.model_directory import find_model, read_model_directory
+    from hf_engine.model_directory import find_model, read_adapter, read_model_directory
 
     folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
     refuse_unwritable(folder.parent, label)
@@ -51,6 +52,7 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
             if merge:
                 merge_adapter(path, fresh, label=source.label)
             else:
+                read_adapter(path, label=source.label, needs_weights=False)  # refuses one whose base is not there
                 _copy(Path(path), fresh)
         else:
             found = find_model(path, label=source.label)

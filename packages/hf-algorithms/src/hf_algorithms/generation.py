@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from hf_engine import SamplingParams
     from hf_protocols import ModelShape
 
-__all__ = ["DEFAULT_NEW_TOKENS", "GenerationResult", "Policy", "generate", "open_policy", "read_prompts"]
+__all__ = ["DEFAULT_NEW_TOKENS", "GenerationResult", "Policy", "generate", "read_policy", "read_prompts"]
 
 DEFAULT_NEW_TOKENS = 256
 """Tokens of a response at most, where the model's context has room for them."""
@@ -64,7 +64,7 @@ class Policy:
         stop_ids: tokens at which responses end.
         shape: sizes of the model; its context is `max_positions`.
         config: of the run that it is from; None for a model alone.
-        path: directory or hub name of whole weights.
+        source: the model; adapters are merged when the engine starts.
         backend: name of the rollout backend.
         options: of its `build`.
     """
@@ -73,7 +73,7 @@ class Policy:
     stop_ids: tuple[int, ...]
     shape: ModelShape
     config: Config | None
-    path: str
+    source: ModelSource
     backend: str
     options: Mapping[str, Any]
 
@@ -117,29 +117,31 @@ class Policy:
         from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
         from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
-        spec = WorkerSpec(
-            worker=GeneratorWorker,
-            topology=Topology(ParallelSpec(), GenerationSpec()),
-            kwargs={"model": self.path, "rollout": self.backend, "rollout_options": dict(self.options)},
-            seed=seed,
-        )
-        with InProcessExecutor() as executor:
+        with ExitStack() as stack:
+            with without_progress():
+                path = stack.enter_context(holding_whole_model(self.source))
+            executor = stack.enter_context(InProcessExecutor())
+            spec = WorkerSpec(
+                worker=GeneratorWorker,
+                topology=Topology(ParallelSpec(), GenerationSpec()),
+                kwargs={"model": path, "rollout": self.backend, "rollout_options": dict(self.options)},
+                seed=seed,
+            )
             pool = ResourcePool([1], device="cuda" if torch.cuda.is_available() else "cpu", name="generation")
             with without_progress():
                 group = executor.build_groups(pool, {"generator": spec})["generator"]
             yield executor, group
 
 
-@contextmanager
-def open_policy(
+def read_policy(
     model: str | Path,
     *,
     backend: str | None = None,
     backend_options: Mapping[str, Any] = NO_OPTIONS,
     chat_template: str | None = None,
     system_prompt: str | None = None,
-) -> Iterator[Policy]:
-    """Yields a model that was checked by its files; its weights are not loaded before `Policy.started`.
+) -> Policy:
+    """Returns a model that was checked by its files; its weights are not loaded before `Policy.started`.
 
     Args:
         model: directory in Hugging Face format, hub name, adapter directory, or directory of a run, whose
@@ -161,17 +163,14 @@ def open_policy(
         check_backend_options(backend, backend_options, key="backend", options_key="option")
     except BackendError as error:  # its kind is of what goes wrong in an engine; nothing has started
         raise ConfigError(str(error)) from error
-    with ExitStack() as stack:
-        path = stack.enter_context(holding_whole_model(source))
-        yield _read_policy(
-            source,
-            path,
-            config,
-            backend=backend,
-            options=backend_options,
-            template=chat_template,
-            system_prompt=system_prompt,
-        )
+    return _read_policy(
+        source,
+        config,
+        backend=backend,
+        options=backend_options,
+        template=chat_template,
+        system_prompt=system_prompt,
+    )
 
 
 def _choose_backend(config: Config | None) -> tuple[str, Mapping[str, Any]]:
@@ -182,7 +181,6 @@ def _choose_backend(config: Config | None) -> tuple[str, Mapping[str, Any]]:
 
 def _read_policy(
     source: ModelSource,
-    path: str,
     config: Config | None,
     *,
     backend: str,
@@ -196,11 +194,15 @@ def _read_policy(
     from hf_engine.model_directory import (
         check_end_tokens,
         check_model_directory,
+        is_adapter,
         is_hub_name,
+        read_adapter,
         read_end_of_sequence_ids,
         read_model_directory,
     )
 
+    adapter = read_adapter(source.path, label=source.label) if is_adapter(source.path) else None
+    path = source.path if adapter is None else adapter.base
     files = read_model_directory(path, label=source.label, needs_weights=not is_hub_name(path))
     check_model_directory(files, head="lm")
     check_end_tokens(files)
@@ -210,7 +212,7 @@ def _read_policy(
             engine.check_model(files, on_cpu=not torch.cuda.is_available())
         except BackendError as error:
             raise ConfigError(f"backend = {show(backend)}: {error}") from error
-    tokenizer = load_tokenizer(path, label=source.label)
+    tokenizer = load_tokenizer(str(path if adapter is None else adapter.tokenizer), label=source.label)
     check_vocabulary(tokenizer, files, label=source.label)
     data = None if config is None else config.data
     turns = TurnFormat(
@@ -225,7 +227,7 @@ def _read_policy(
         stop_ids=turns.list_stop_ids(read_end_of_sequence_ids(files)),
         shape=derive_shape(files),
         config=config,
-        path=path,
+        source=source,
         backend=backend,
         options=options,
     )
@@ -307,16 +309,14 @@ def generate(
         ConfigError, DataError: before anything is generated, for what cannot be used.
     """
     file = _check_output(output)
-    with (
-        temporary_inputs() as inputs,
-        open_policy(
-            model,
-            backend=backend,
-            backend_options=backend_options,
-            chat_template=chat_template,
-            system_prompt=system_prompt,
-        ) as policy,
-    ):
+    policy = read_policy(
+        model,
+        backend=backend,
+        backend_options=backend_options,
+        chat_template=chat_template,
+        system_prompt=system_prompt,
+    )
+    with temporary_inputs() as inputs:
         path = inputs.name_rows(data, "data", label="data", text_column="prompt")
         rows, prompts = read_prompts(policy, path, prompt_field=prompt_field, answer_field=answer_field)
         new_tokens = policy.choose_new_tokens(max_new_tokens, prompts)

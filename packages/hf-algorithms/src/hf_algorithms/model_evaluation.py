@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_lines
 from hf_algorithms.evaluation_sets import SetResult, evaluate_set
-from hf_algorithms.generation import NO_OPTIONS, Policy, open_policy, read_prompts
+from hf_algorithms.generation import NO_OPTIONS, Policy, read_policy, read_prompts
 from hf_algorithms.python_inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.rewards import check_metric
@@ -110,7 +110,7 @@ def evaluate(
         answer_field: field of the answer, in the same way.
         chat_template: file or text of a chat template; by default the tokenizer's.
         system_prompt: first message of chats without one; by default the run's.
-        search_path: folders where modules of metrics are looked for first.
+        search_path: folders where modules of metrics are looked for first; then those of the run.
         on_progress: called with the name of a set, its rows that are done and all of them.
 
     Raises:
@@ -120,7 +120,8 @@ def evaluate(
     folder = None if output is None else _check_folder(output)
     with ExitStack() as stack, temporary_inputs() as inputs:
         how: dict[str, str | None] = {"chat_template": chat_template, "system_prompt": system_prompt}
-        policy = stack.enter_context(open_policy(model, backend=backend, backend_options=backend_options, **how))
+        policy = read_policy(model, backend=backend, backend_options=backend_options, **how)
+        folders = (*search_path, *policy.source.search_path)
         functions = _name_functions(inputs.name_metrics(metrics), policy.config)
         paths = _name_sets(inputs.name_sets(data), policy.config)
         fields = {"prompt_field": prompt_field, "answer_field": answer_field}
@@ -135,7 +136,7 @@ def evaluate(
             stop_strings=policy.stop_strings,
         )
         policy.check_room(sampling, *sets.values())
-        built = _build_scorer(policy, functions, sets, answer_field, search_path, stays=inputs.holds_functions)
+        built = _build_scorer(policy, functions, sets, answer_field, folders, stays=inputs.holds_functions)
         scorer = stack.enter_context(closing(built))
         found = _score_sets(policy, sets, sampling, scorer, partial(_keeping, folder, on_progress))
     result = EvaluationResult(model=os.fspath(model), sets=found, output=folder)

@@ -6,11 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from hf_algorithms.run_directory import is_run
+from hf_algorithms.run_directory import ORIGIN, is_run
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
@@ -18,6 +19,7 @@ from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
+    from hf_algorithms.checkpoints.origin import RunOrigin
     from hf_algorithms.config import Config
 
 __all__ = ["ModelSource", "find_model_source", "holding_whole_model"]
@@ -41,16 +43,34 @@ class ModelSource:
     run: Path | None
 
     def load_config(self) -> Config | None:
-        """Returns the run's configuration; None without a run.
+        """Returns the run's configuration, whose paths hold in any folder; None without a run.
 
         Raises:
             ConfigError: for a configuration that cannot be read, or a recipe of one's own that is not found.
         """
         if self.run is None:
             return None
-        from hf_algorithms.config import load_config
+        from hf_algorithms.config import load_config, parse_config
 
-        return load_config(self.run / "config.toml", search_path=(os.getcwd(), str(self.run.resolve())), command=None)
+        if self._origin is None:
+            return load_config(self.run / "config.toml", search_path=self.search_path, command=None)
+        return parse_config(dict(self._origin.sections), search_path=self.search_path, command=None)
+
+    @property
+    def search_path(self) -> tuple[str, ...]:
+        """Folders of the run's own modules, after the current one; none without a run."""
+        if self.run is None:
+            return ()
+        own = () if self._origin is None else self._origin.search_path
+        return (os.getcwd(), *own, str(self.run.resolve()))
+
+    @cached_property
+    def _origin(self) -> RunOrigin | None:
+        """How the run was started; None for a copy without that file, and for a run that has only begun."""
+        from hf_algorithms.checkpoints.origin import read_origin
+
+        file = None if self.run is None else self.run / ORIGIN
+        return read_origin(file.parent) if file is not None and file.is_file() and file.stat().st_size else None
 
 
 def find_model_source(model: str | Path) -> ModelSource:

@@ -73,12 +73,13 @@ def is_adapter(model: str | Path) -> bool:
         return False
 
 
-def read_adapter(model: str | Path, *, label: str | None = None) -> AdapterDirectory:
+def read_adapter(model: str | Path, *, label: str | None = None, needs_weights: bool = True) -> AdapterDirectory:
     """Reads which model an adapter belongs to.
 
     Args:
         model: directory for which `is_adapter` is true.
         label: what messages begin with; the value given by default.
+        needs_weights: False fetches of a base on the hub its configuration and tokenizer alone.
 
     Raises:
         ModelError: for another kind of adapter than LoRA, one without weights, or one whose base is not there.
@@ -100,7 +101,7 @@ def read_adapter(model: str | Path, *, label: str | None = None) -> AdapterDirec
         )
     wanted = f"{name}: is an adapter of {show(base)}"
     try:
-        found = find_model(base, label=wanted)
+        found = find_model(base, label=wanted, needs_weights=needs_weights)
     except ModelError as error:
         raise ModelError(f"{error}. Correct base_model_name_or_path in its {_CONFIG}") from None
     if is_adapter(found):
