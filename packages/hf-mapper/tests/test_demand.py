@@ -40,7 +40,7 @@ def test_a_role_that_the_dataflow_lacks_is_named(tiny: ModelShape) -> None:
 
 
 def test_a_trained_role_needs_a_model(tiny: ModelShape) -> None:
-    with pytest.raises(PlanError, match=r"critic.update_critic is a training call: give models\['critic'\]"):
+    with pytest.raises(PlanError, match=r"critic.update_critic is a training call\. Set models\['critic'\]"):
         build_demands(Dataflow.preset("ppo"), {"actor": tiny, "reference": tiny}, WORKLOAD)
 
 

@@ -148,7 +148,7 @@ def test_no_layouts_have_no_times() -> None:
 def test_layouts_need_one_backend_wave_and_generation_each() -> None:
     problem = PROBLEMS["one machine"]
     given = (problem.model, problem.cluster, [ParallelSpec(dp_size=8)] * 3, problem.workload)
-    with pytest.raises(ConfigError, match="backend: 2 given for 3 layouts: give one for all or one for each"):
+    with pytest.raises(ConfigError, match=r"backend: 2 given for 3 layouts\. Pass one for all or one for each"):
         simulate_training(*given, backend=["fsdp", "fsdp"])
     with pytest.raises(ConfigError, match="num_waves: 2 given for 3 layouts"):
         simulate_generation(*given, generation=GenerationSpec(), num_waves=[1, 2])
@@ -159,7 +159,7 @@ def test_layouts_need_one_backend_wave_and_generation_each() -> None:
 @pytest.mark.parametrize(
     ("preset", "ep", "backend", "message"),
     [
-        ("llama-2-7b", 2, "megatron", "llama-2-7b has no experts to spread over ep_size=2: give ep_size=1"),
+        ("llama-2-7b", 2, "megatron", "llama-2-7b has no experts to spread over ep_size=2. Use ep_size=1"),
         ("mixtral-8x7b", 3, "megatron", "num_experts=8 do not divide evenly by ep_size=3"),
         ("mixtral-8x7b", 2, "fsdp", "ep_size=2 with FSDP"),
     ],

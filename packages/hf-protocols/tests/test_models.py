@@ -202,7 +202,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
         ({"num_key_value_heads": -1}, "num_kv_heads=-1 must be a whole number of at least 1"),
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be a whole number of at least 1"),
-        ({"num_experts": 4}, "num_experts=4 with num_experts_per_token=0: give how many"),
+        ({"num_experts": 4}, "num_experts=4 with num_experts_per_token=0. Set how many"),
         ({"num_experts": -8}, "num_experts=-8 must be a whole number of at least 0"),
         ({"sliding_window": 4}, "sliding_window=4 with model_type='llama'.*Remove it, or set the model_type of"),
         ({"model_type": "gemma", "sliding_window": 4}, "sliding_window=4 with model_type='gemma'"),
@@ -241,7 +241,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_hold_no_configuration_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"config\.json does not exist: give a config\.json or the model's directory"):
+    with pytest.raises(
+        ConfigError, match=r"config\.json does not exist\. Pass a config\.json or the model's directory"
+    ):
         ModelShape.from_config(tmp_path)
     file = tmp_path / "config.json"
     file.write_text("{")
@@ -280,7 +282,7 @@ def test_null_is_false_and_no_name() -> None:
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5000, ""], ids=["NUL", "long", "directory"])
 def test_paths_that_cannot_be_read_are_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").mkdir()
-    with pytest.raises(ConfigError, match=r"cannot be read: .*: give a config\.json or the model's directory"):
+    with pytest.raises(ConfigError, match=r"cannot be read: .*\. Pass a config\.json or the model's directory"):
         ModelShape.from_config(tmp_path / name)
 
 

@@ -280,7 +280,7 @@ def test_roles_of_a_plan_are_names(role: Any) -> None:
 
 
 def test_a_model_that_generates_has_a_training_layout() -> None:
-    with pytest.raises(PlanError, match=r"a model's generation=.* without train: give the layout that it is cut from"):
+    with pytest.raises(PlanError, match=r"a model's generation=.* without train\. Set train to the layout of"):
         make(generation=GenerationSpec(gen_tp_size=7))
 
 

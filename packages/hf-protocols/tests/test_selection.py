@@ -76,7 +76,7 @@ def test_intervals_cost_the_same_however_long() -> None:
 
 @pytest.mark.parametrize("interval", [(2, 1), (3, 3), (-1, 2)])
 def test_an_interval_that_holds_no_rows_is_refused(interval: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match=r"interval .* is empty, reversed or negative: give 0 <= start < stop"):
+    with pytest.raises(ValueError, match=r"interval .* is empty, reversed or negative; 0 <= start < stop must hold"):
         RowSelection((interval,))
     with pytest.raises(ValueError, match="interval"):
         RowSelection.from_rows([-1])
@@ -88,7 +88,7 @@ def test_positions_beyond_the_end_are_refused() -> None:
 
 
 def test_rows_repeat_at_least_once() -> None:
-    with pytest.raises(ValueError, match="cannot be repeated 0 times: give 1 or more"):
+    with pytest.raises(ValueError, match=r"cannot be repeated 0 times\. Repeat them at least once"):
         RowSelection.range(0, 2).repeat(0)
 
 
@@ -129,7 +129,7 @@ def test_a_range_is_taken_whole() -> None:
 @pytest.mark.parametrize(
     ("intervals", "message"),
     [
-        (((0, 2**63),), r"^interval \(0, 9223372036854775808\) ends above row 9223372036854775807: give smaller row"),
+        (((0, 2**63),), r"^interval \(0, 9223372036854775808\) ends above the largest row number 9223372036854775807"),
         (
             ((0, 2**62), (1, 2**62), (2, 2**62)),
             "^a selection of 13835058055282163709 rows is longer than 9223",

@@ -186,10 +186,10 @@ WRONG = {
         replace(DP, name="wrong", collect=_changing([Collection((0, 1, 2, 3)), Collection((3, 2, 1, 0))])),
         "collect is not repeatable",
     ),
-    "nobody collected": (collecting(), r"collects the ranks \(\): answer at least one"),
+    "nobody collected": (collecting(), r"collects the ranks \(\)\. Return at least one"),
     "a rank collected twice": (
         collecting(0, 1, 2, 3, 3),
-        r"collects the ranks \(0, 1, 2, 3, 3\): answer at least one, each once",
+        r"collects the ranks \(0, 1, 2, 3, 3\)\. Return at least one, each once",
     ),
     "a rank collected that does not exist": (collecting(0, 1, 2, 4), "the topology has ranks 0 to 3"),
     "a rank below zero collected": (collecting(0, 1, 2, -1), "the topology has ranks 0 to 3"),

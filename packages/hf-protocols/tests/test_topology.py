@@ -164,7 +164,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
         Topology(ParallelSpec(), order="row")
     with pytest.raises(TopologyError, match=r"grouping='flow': give one of hybridflow, vanilla"):
         Topology(ParallelSpec(), grouping="flow")
-    with pytest.raises(TopologyError, match=r"axis 'sp' is unknown: give one of tp, pp"):
+    with pytest.raises(TopologyError, match=r"axis 'sp' is unknown\. Use one of tp, pp"):
         Topology(ParallelSpec()).groups("sp")
 
 

@@ -384,7 +384,7 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: split_rows(HUGE, HUGE), f"^{HUGE} chunks are more than 1048576: ask for fewer$"),
+        (lambda: split_rows(HUGE, HUGE), rf"^{HUGE} chunks are more than 1048576\. Use fewer$"),
         (lambda: split_rows(2**70, 4), f"^num_rows={2**70} must be at most 9223372036854775807$"),
         (lambda: split_rows(8, 2, Untouched()), "^weights=.*: give one finite number >= 0 for each of the 8 rows$"),
         (lambda: split_rows(HUGE, 2, [1.0, 2.0]), rf"^weights=\[1.0, 2.0\]: give one .* of the {HUGE} rows$"),
@@ -407,7 +407,7 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
         (lambda: compute_held_rows(None, [RowSelection()], 3), "^collection=None: give what a protocol"),  # type: ignore[arg-type]
         (
             lambda: compute_held_rows(Collection((0,)), [RowSelection.range(0, 10)], 3),
-            r"^selections\[0\] has row 9, num_rows=3: give rows of the input",
+            r"^selections\[0\] has row 9, num_rows=3\. Use rows of the input",
         ),
         (lambda: split_rows(3, -(10**5000)), r"^3 rows cannot be split into \(int that cannot be shown\) chunks"),
         (lambda: split_rows(3, 2, {1, 2, 3}), r"^weights=\{1, 2, 3\}: give one finite number"),  # type: ignore[arg-type]

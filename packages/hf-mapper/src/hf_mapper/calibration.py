@@ -160,7 +160,7 @@ def fit_constants(
         ConfigError: for no case.
     """
     if not cases:
-        raise ConfigError("no row to calibrate on: give a table with measured times of the wanted GPU and software")
+        raise ConfigError("no row to calibrate on. Pass a table with measured times of the wanted GPU and software")
     cases = _thin(cases, most_rows) if most_rows else cases
     measured = np.array([case.measured for case in cases])
     counts = Counter(case.fit_group for case in cases)

@@ -137,7 +137,7 @@ def _read_plain_sizes(entry: dict[str, Any], where: str) -> ModelShape:
     elif entry.keys() == {"params_b"}:
         shape = guess_model(f"{name} of {entry['params_b']:g} B", 1e9 * entry["params_b"])
     else:
-        raise ConfigError(f"{where}: give params_b alone, or layers, hidden and heads (and vocab)")
+        raise ConfigError(f"{where}: a table of sizes has params_b alone, or layers, hidden and heads (and vocab)")
     return dataclasses.replace(shape, max_positions=_ANY_LENGTH)
 
 
@@ -151,7 +151,7 @@ def _read_cluster(table: dict[str, Any]) -> ClusterSpec:
 def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
     for part in ("prompt", "response"):
         if f"{part}_lengths" in table:
-            raise ConfigError(f"workload: key '{part}_lengths' is unknown: give {part}_tokens = [100, 200]")
+            raise ConfigError(f"workload: key '{part}_lengths' is unknown. Use {part}_tokens = [100, 200]")
     if "largest_generation" in table:  # written pp-tp
         largest = table["largest_generation"]
         check_kind(ConfigError, "workload: largest_generation", largest, str, "sizes as pp-tp, such as '1-4'")

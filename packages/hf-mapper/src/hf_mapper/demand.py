@@ -72,7 +72,7 @@ def build_demands(
     for call in dataflow.calls:
         if call.kind in ("training", "generation") and call.role not in models:
             raise PlanError(
-                f"{call.role}.{call.method} is a {call.kind} call: give models[{show(call.role)}] a ModelShape"
+                f"{call.role}.{call.method} is a {call.kind} call. Set models[{show(call.role)}] to a ModelShape"
             )
     if not models:
         raise PlanError(f"dataflow {show(dataflow.name)}: no role has a ModelShape, so there is nothing to place")

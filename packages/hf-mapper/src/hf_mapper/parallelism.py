@@ -88,7 +88,7 @@ def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tu
         if backend not in BACKENDS:
             raise unknown_name("backend", backend, BACKENDS)
     if not backends:
-        raise ConfigError(f"backends is empty: give one or more of {', '.join(BACKENDS)}")
+        raise ConfigError(f"backends is empty. Name one or more of {', '.join(BACKENDS)}")
     return tuple(backends)
 
 

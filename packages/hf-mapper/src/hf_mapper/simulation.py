@@ -198,7 +198,7 @@ def _check_roles(demands: Mapping[str, ModelDemand], pools: Sequence[PoolChoice]
         if role not in demands:
             raise unknown_name("placement: role", role, tuple(demands))
         if placed.count(role) > 1:
-            raise PlanError(f"placement: {role} is placed {placed.count(role)} times: give it one pool")
+            raise PlanError(f"placement: {role} is placed {placed.count(role)} times. Place it in one pool")
     if missing := [role for role in demands if role not in placed]:
         raise PlanError(f"placement: {', '.join(missing)} missing: every role with a model has a pool")
 

@@ -64,13 +64,13 @@ def read_tables(folder: Path) -> list[MeasuredTable]:
         ConfigError: for a folder that cannot be read or holds no table, or a table without the columns it needs.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder: give the one that holds the measured tables (*.csv)")
+        raise ConfigError(f"{folder} is not a folder. Pass the folder that holds the measured tables (*.csv)")
     try:
         paths = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".csv")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be read: {error}") from error
     if not paths:
-        raise ConfigError(f"{folder} holds no measured table: give a folder with *.csv files")
+        raise ConfigError(f"{folder} holds no measured table. Pass a folder with *.csv files")
     return [_read_table(path) for path in paths]
 
 

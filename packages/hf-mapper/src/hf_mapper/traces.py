@@ -229,7 +229,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
             )
         )
     if not found:
-        raise ConfigError(f"{path} has no call of a model in an iteration: give the trace.json of a run's directory")
+        raise ConfigError(f"{path} has no call of a model in an iteration. Pass the trace.json of a run's directory")
     return found
 
 

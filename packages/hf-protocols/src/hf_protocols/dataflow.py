@@ -93,7 +93,7 @@ class Dataflow:
         check_kind(ConfigError, "dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
             near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
-            raise ConfigError(f"dataflow preset {show(name)} is unknown: give {' or '.join(near)}")
+            raise ConfigError(f"dataflow preset {show(name)} is unknown. Use {' or '.join(near)}")
         return cls(name=name, calls=_PRESETS[name])
 
     def with_models(self, roles: Iterable[str]) -> Dataflow:

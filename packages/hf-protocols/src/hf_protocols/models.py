@@ -107,7 +107,7 @@ class ModelShape:
 
         if self.num_experts and not self.num_experts_per_token:
             raise ConfigError(
-                f"{self.name}: num_experts={self.num_experts} with num_experts_per_token=0: give how many of them each "
+                f"{self.name}: num_experts={self.num_experts} with num_experts_per_token=0. Set how many of them each "
                 "token chooses, at least 1"
             )
 
@@ -310,9 +310,9 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     try:
         return read_json_object(ConfigError, path / "config.json" if path.is_dir() else path)
     except ConfigError as error:
-        raise ConfigError(f"{error}: give a config.json or the model's directory") from None
+        raise ConfigError(f"{error}. Pass a config.json or the model's directory") from None
     except (OSError, ValueError) as error:  # of a path that is too long, or holds a NUL
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{str(path)!r:.300} cannot be read: {reason}: give a config.json or the model's directory"
+            f"{str(path)!r:.300} cannot be read: {reason}. Pass a config.json or the model's directory"
         ) from None

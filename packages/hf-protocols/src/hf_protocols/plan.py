@@ -52,7 +52,7 @@ class PoolPlan:
         machines = check_all(PlanError, what, self.machines, MachinePlan, "MachinePlans")
         object.__setattr__(self, "machines", machines)
         if not self.machines:
-            raise PlanError(f"pool {show(self.name)} has no machines: give it at least one")
+            raise PlanError(f"pool {show(self.name)} has no machines. Add at least one")
 
     @property
     def num_slots(self) -> int:
@@ -90,7 +90,7 @@ class ModelPlan:
             check_kind(PlanError, f"a model's {name}", getattr(self, name), kind, wanted)
         if self.generation and not self.train:
             raise PlanError(
-                f"a model's generation={self.generation} without train: give the layout that it is cut from"
+                f"a model's generation={self.generation} without train. Set train to the layout of the same ranks"
             )
         if self.train and self.generation:
             Topology(self.train, self.generation)  # refuses replicas that do not divide the ranks

@@ -111,7 +111,7 @@ class RowSelection:
         """
         check_kind(BatchError, "repeat: times", times, int, "a whole number")
         if times < 1:
-            raise BatchError(f"rows cannot be repeated {show(times)} times: give 1 or more")
+            raise BatchError(f"rows cannot be repeated {show(times)} times. Repeat them at least once")
         return RowSelection(tuple((start * times, stop * times) for start, stop in self.intervals))
 
     def __reduce__(self) -> tuple[Callable[[array[int]], RowSelection], tuple[array[int]]]:
@@ -146,9 +146,9 @@ def split_rows(
     check_sizes(BatchError, num_rows, weights)
     check_kind(BatchError, what, num_chunks, int, "a whole number of them")
     if num_chunks < 1:
-        raise BatchError(f"{num_rows} rows cannot be split into {show(num_chunks)} {what}: ask for at least 1")
+        raise BatchError(f"{num_rows} rows cannot be split into {show(num_chunks)} {what}. Use at least 1")
     if num_chunks > _MOST_CHUNKS:
-        raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}: ask for fewer")
+        raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}. Use fewer")
     if num_rows < num_chunks:
         raise BatchError(
             f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
@@ -192,8 +192,8 @@ def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         if not 0 <= start < stop <= sys.maxsize:
             shown = f"interval {show((start, stop))}"
             if stop > start >= 0:
-                raise BatchError(f"{shown} ends above row {sys.maxsize}: give smaller row numbers")
-            raise BatchError(f"{shown} is empty, reversed or negative: give 0 <= start < stop")
+                raise BatchError(f"{shown} ends above the largest row number {sys.maxsize}")
+            raise BatchError(f"{shown} is empty, reversed or negative; 0 <= start < stop must hold")
         if start != last:
             if last >= 0:
                 merged.append((first, last))

@@ -40,7 +40,7 @@ def _to_rank_zero(topology: Topology, num_rows: int, weights: Weights = None) ->
 def _one_item_each(topology: Topology, num_rows: int, weights: Weights = None) -> list[RowSelection]:
     if num_rows != topology.world_size:
         raise ProtocolError(
-            f"ALL_TO_ALL got {num_rows} items for {topology.world_size} ranks: give PerRank one item for each rank"
+            f"ALL_TO_ALL got {num_rows} items for {topology.world_size} ranks. PerRank needs one item for each rank"
         )
     return [RowSelection.range(rank, rank + 1) for rank in range(num_rows)]
 

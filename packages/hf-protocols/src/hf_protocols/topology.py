@@ -217,7 +217,7 @@ class Topology:
             TopologyError: for an unknown axis, or a generation axis of a topology without generation.
         """
         if axis not in get_args(Axis):
-            raise TopologyError(f"axis {show(axis)} is unknown: give one of {', '.join(get_args(Axis))}")
+            raise TopologyError(f"axis {show(axis)} is unknown. Use one of {', '.join(get_args(Axis))}")
         if axis in _GENERATION_AXES and self.generation is None:
             raise _without_generation()
         if axis not in self._groups_by_axis:
@@ -333,4 +333,4 @@ class Topology:
 
 
 def _without_generation() -> TopologyError:
-    return TopologyError("this topology has no generation layout: give Topology(train, GenerationSpec(...))")
+    return TopologyError("this topology has no generation layout. Build it as Topology(train, GenerationSpec(...))")

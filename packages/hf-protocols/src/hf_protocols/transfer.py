@@ -108,14 +108,14 @@ class _Distribute:
         if len(answer) != topology.world_size:
             raise ProtocolError(
                 f"protocol {show(self.protocol)} distributes to {len(answer)} ranks, the topology has "
-                f"{topology.world_size}: answer one RowSelection for each rank"
+                f"{topology.world_size}. Return one RowSelection for each rank"
             )
         called = range(topology.world_size) if self.only_to is None else self.only_to(topology).ranks
         for rank, rows in enumerate(answer):
             if rows.end > num_rows or (rows and rank not in called):
                 least = num_rows if rank in called else 0
                 wrong = next(max(start, least) for start, stop in rows.intervals if stop > least)
-                why = "which does not exist" if rows.end > num_rows else 'and is not called: give called="all"'
+                why = "which does not exist" if rows.end > num_rows else 'and is not called. Set called="all"'
                 raise ProtocolError(
                     f"protocol {show(self.protocol)} with {num_rows} rows: rank {rank} gets row [{wrong}], {why}"
                 )
@@ -141,7 +141,7 @@ class _Collect:
                 f'{name}: collect returned {show(answer)}. Return Collection(ranks=(...), combine="concat" or "list")'
             )
         if not answer.ranks or len(set(answer.ranks)) < len(answer.ranks):
-            raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}: answer at least one, each once")
+            raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}. Return at least one, each once")
         if not all(rank in range(topology.world_size) for rank in answer.ranks):
             raise ProtocolError(f"{name} collects the ranks {show(answer.ranks)}; the topology has ranks 0 to {last}")
         return answer
@@ -220,14 +220,14 @@ def compute_held_rows(
     check_count(BatchError, "times", times)
     if max(collection.ranks, default=-1) >= len(selections):
         raise ProtocolError(
-            f"the collected ranks {show(collection.ranks)} need a selection each, got {len(selections)}: give those of "
+            f"the collected ranks {show(collection.ranks)} need a selection each, got {len(selections)}. Pass those of "
             "every rank"
         )
     inputs = {rank: selections[rank] for rank in collection.ranks}
     for rank, rows in inputs.items():
         check_kind(BatchError, f"selections[{rank}]", rows, RowSelection, "a RowSelection")
         if rows.end > num_rows:
-            raise BatchError(f"selections[{rank}] has row {rows.end - 1}, num_rows={num_rows}: give rows of the input")
+            raise BatchError(f"selections[{rank}] has row {rows.end - 1}, num_rows={num_rows}. Use rows of the input")
     if _partitions(inputs.values(), num_rows):
         return {rank: rows.repeat(times) for rank, rows in inputs.items()} if times > 1 else inputs
     held, start = {}, 0

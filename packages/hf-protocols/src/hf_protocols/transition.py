@@ -55,7 +55,7 @@ def compute_transition_cost(
         raise TopologyError(f"method={show(method)}: give one of {', '.join(get_args(Method))}")
     if topology.generation is None or not topology.is_nested:
         raise TopologyError(
-            "Table 2 holds for generation sizes that nest in the training sizes: give generation with gen_pp_size "
+            "Table 2 holds for generation sizes that nest in the training sizes. Use gen_pp_size "
             f"dividing pp_size={topology.train.pp_size} and gen_tp_size dividing tp_size={topology.train.tp_size}"
         )
     train = Fraction(topology.train.pp_size * topology.train.tp_size)

@@ -79,7 +79,7 @@ def read_layouts(
             divide the model's experts.
     """
     if any(spec.cp_size > 1 for spec in ([parallel] if isinstance(parallel, ParallelSpec) else parallel)):
-        raise TopologyError("context parallelism is not simulated: give cp_size=1")
+        raise TopologyError("context parallelism is not simulated. Use cp_size=1")
     found = _read_sizes(parallel, backend)
     _check_experts(model, found)
     return found
@@ -143,7 +143,7 @@ def _check_experts(model: ModelShape, layouts: Layouts) -> None:
     """Experts divide evenly by ep_size, and only Megatron spreads them."""
     spread = np.asarray(layouts.ep_size)
     if np.any(spread > 1) and not model.num_experts:
-        raise TopologyError(f"{model.name} has no experts to spread over ep_size={spread.max()}: give ep_size=1")
+        raise TopologyError(f"{model.name} has no experts to spread over ep_size={spread.max()}. Use ep_size=1")
     uneven = spread[max(1, model.num_experts) % spread > 0]
     if uneven.size:
         raise TopologyError(
@@ -189,7 +189,7 @@ def read_generation(
 
 def _check_count(name: str, given: Sequence[object], count: int) -> None:
     if len(given) != count:
-        raise ConfigError(f"{name}: {len(given)} given for {count} layouts: give one for all or one for each")
+        raise ConfigError(f"{name}: {len(given)} given for {count} layouts. Pass one for all or one for each")
 
 
 def _check_cuts(layouts: Layouts, generation: GenerationLayouts) -> None:
