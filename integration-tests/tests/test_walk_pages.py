@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,18 @@ def _list_units(package: str, path: str) -> set[str]:
         if isinstance(node, ast.ClassDef):
             found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
     return found
+
+
+def test_architecture_questions_have_answers_that_exist() -> None:
+    page = (ROOT / "docs" / "concepts" / "architecture.md").read_text()
+    answers = tomllib.loads((ROOT / "integration-tests" / "architecture_answers.toml").read_text())["answers"]
+    assert re.findall(r"^\d+\. (.*)$", page, re.MULTILINE) == [each["question"] for each in answers]
+    split = [(each["file"].partition("/"), each["name"]) for each in answers]
+    absent = [
+        f"{package}/{rest} {name}" for (package, _, rest), name in split if name not in _list_units(package, f"/{rest}")
+    ]
+    assert absent == [], "integration-tests/architecture_answers.toml: name the new place of these answers"
+    # The page leads to each answer: it names the package, and the file or the folder in which the file is.
+    for (package, _, rest), _ in split:
+        assert f"**`{package}/`**" in page
+        assert f"`{rest.partition('/')[0]}{'/' * ('/' in rest)}`" in page, rest
