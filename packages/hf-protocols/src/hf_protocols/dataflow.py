@@ -1,4 +1,4 @@
-"""The RLHF dataflow: which role's method reads and writes which columns (paper, section 3 and Figure 6)."""
+"""The RLHF dataflow: calls of roles' methods and the columns that they read and write (paper, section 3, Figure 6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ModelCall:
 
     `kind` is the paper's workload kind; `"function"` is a call without a model forward (a reward function,
     advantages). A training call updates its role's weights; it ends the iteration's data flow if it writes no columns.
-    A name in `reads` that ends in `?` is a column that the call may do without.
+    A name in `reads` that ends in `?` is an optional column.
 
     Raises:
         ConfigError: for a kind that does not exist, and for values of other kinds.
@@ -52,7 +52,7 @@ class Dataflow:
     """The calls of one iteration, in program order.
 
     Raises:
-        ConfigError: if a column is written twice, or read before the call that writes it; for what are not calls.
+        ConfigError: if a column is written twice, or read before it is written; for values that are not calls.
     """
 
     name: str
@@ -84,7 +84,7 @@ class Dataflow:
     def preset(cls, name: str) -> Dataflow:
         """Returns the dataflow of a shipped algorithm at its default keys, by `algorithm.name`.
 
-        Rewards and costs are functions there; `with_models` makes models of them. `"safe_rlhf_one_critic"` is the
+        Rewards and costs are functions there; `with_models` turns them into models. `"safe_rlhf_one_critic"` is the
         Safe-RLHF of the paper (Figure 6): one critic, where the shipped algorithm has a second one for costs.
 
         Raises:
@@ -99,10 +99,10 @@ class Dataflow:
     def with_models(self, roles: Iterable[str]) -> Dataflow:
         """Returns the dataflow in which `roles` compute with a model: their function calls are inferences.
 
-        Roles without a function call stay as they are, and names that are not roles are passed over.
+        Roles without a function call stay as they are; names that are not roles are ignored.
 
         Raises:
-            ConfigError: for a text in place of several.
+            ConfigError: for a string in place of a collection.
         """
         if isinstance(roles, str):
             raise ConfigError(f"with_models: roles={show(roles)} is one text. Give a list of roles")

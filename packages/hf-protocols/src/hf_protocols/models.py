@@ -46,7 +46,7 @@ _SIZES = (
 _COUNTS = ("num_experts", "num_experts_per_token")
 _LISTED = ("num_layers", "num_heads", "num_kv_heads", *_COUNTS)
 _MOST_LISTED, _MOST = 10**5, 2**31 - 1
-"""Above what any model has: layers, heads and experts are listed one by one in a plan, other sizes counted."""
+"""Limits above any known model: a plan lists layers, heads and experts one by one, and counts other sizes."""
 _FLAGS = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -56,7 +56,7 @@ class ModelShape:
     """Sizes of a causal language model, dense or mixture of experts.
 
     `num_experts` is 0 for a dense model; `intermediate_size` is one expert's width where there are experts.
-    `max_positions` counts what stretches rotary embeddings: see `hf_protocols.positions`.
+    `max_positions` includes stretched rotary embeddings: see `hf_protocols.positions`.
     `listed_parameters` is empty where names and shapes follow from the sizes; see `from_parameters`.
 
     Raises:
@@ -113,7 +113,7 @@ class ModelShape:
 
     @classmethod
     def preset(cls, name: str) -> ModelShape:
-        """A published model by name, such as `"llama-2-7b"`.
+        """Returns the shape of a published model by name, such as `"llama-2-7b"`.
 
         Raises:
             ConfigError: for an unknown name, with the nearest known ones.
@@ -133,13 +133,13 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
-        """Read a Hugging Face `config.json`: a mapping, the file, or the directory that holds it.
+        """Reads a Hugging Face `config.json`: a mapping, the file, or the directory that holds it.
 
         A key that the file leaves out has the family's default.
 
         Raises:
-            ConfigError: for a missing file or size, what cannot be read, a value of another kind, or a model whose
-                parameters are not known here.
+            ConfigError: for a missing or unreadable file, a missing size, a value of another kind, or a model whose
+                parameters are unknown.
         """
         if not isinstance(config, Mapping):
             check_kind(ConfigError, "config", config, str | Path, "a config.json: its path, its directory, or its keys")
@@ -193,7 +193,7 @@ class ModelShape:
     def from_parameters(
         cls, config: Mapping[str, Any], parameters: Mapping[str, Sequence[int]], *, embedding: str, head: str
     ) -> ModelShape:
-        """The generic shape of a model of any family, by the parameters that it has.
+        """Returns the generic shape of a model of any family, built from its parameters.
 
         It counts experts as one dense layer, as wide as those that a token visits: enough to place a model.
 
@@ -221,7 +221,7 @@ class ModelShape:
 
     @property
     def is_generic(self) -> bool:
-        """True for a shape of `from_parameters`: layouts that cut layers by name do not know its parameters."""
+        """True for a shape of `from_parameters`: layouts that shard layers by name do not support it."""
         return bool(self.listed_parameters)
 
     @cached_property
@@ -286,7 +286,7 @@ def _mixes_layers(config: Mapping[str, Any]) -> bool:
 
 
 def _refuse_unused(family: str, config: Mapping[str, Any]) -> None:
-    """Keys that change what engines compute, and not the layers of transformers that train: two different models."""
+    """Keys that change the model in engines but not in transformers' training layers, so that the two would differ."""
     rope = config.get("rope_parameters") or config.get("rope_scaling")
     types, rotated = config.get("layer_types"), config.get("partial_rotary_factor")
     if isinstance(rope, Mapping):

@@ -1,4 +1,4 @@
-"""The mapping plan: which pools there are and which model runs where, in which layout. Pure data, JSON in and out."""
+"""The mapping plan: pools, and the pool and layout of each model. Pure data, read from and written to JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPla
 Spec = TypeVar("Spec")
 
 Reader = Callable[[str, Any], Any]
-"""(where the value stands in the plan, the value) -> what a dataclass holds of it."""
+"""(place of the value in the plan, the value) -> the field of a dataclass."""
 
 SCHEMA_VERSION = 1
 """Version of the plan's JSON; a release reads its own version only."""
@@ -41,7 +41,7 @@ class MachinePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolPlan:
-    """A set of slots that nothing outside the pool uses; its models share them. Ranks go by (machine, device)."""
+    """A set of slots that only this pool uses; its models share them. Ranks go by (machine, device)."""
 
     name: str
     machines: tuple[MachinePlan, ...]
@@ -136,10 +136,10 @@ class MappingPlan:
                 )
 
     def pool(self, name: str) -> PoolPlan:
-        """The pool called `name`.
+        """Returns the pool called `name`.
 
         Raises:
-            PlanError: if there is none.
+            PlanError: if the plan does not have this pool.
         """
         for pool in self.pools:
             if pool.name == name:
@@ -149,11 +149,11 @@ class MappingPlan:
         )
 
     def roles_of(self, pool: str) -> tuple[str, ...]:
-        """The roles that share `pool`, in the plan's order."""
+        """Returns the roles that share `pool`, in the plan's order."""
         return tuple(role for role, model in self.models.items() if model.pool == pool)
 
     def to_json(self) -> str:
-        """The plan as JSON text, keys in a fixed order, ending in a newline.
+        """Returns the plan as JSON text, with keys in a fixed order and a newline at the end.
 
         Raises:
             PlanError: for estimates that JSON cannot hold.
@@ -166,7 +166,7 @@ class MappingPlan:
 
     @classmethod
     def from_json(cls, text: str) -> MappingPlan:
-        """Read what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
             PlanError: for text that is not a plan, another schema version (naming both), an unknown key, or a value
@@ -208,7 +208,7 @@ _NO_PLAN = "not a mapping plan"
 
 
 def _hold_as_json(place: str, value: Any) -> Any:
-    """The value as JSON gives it back: objects with text for keys, and lists."""
+    """Returns the value as JSON reads it back: objects with string keys, and lists."""
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
@@ -254,7 +254,7 @@ _HOOKS: dict[str, Callable[[Any], Any]] = {
 
 
 def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
-    """A dataclass from the object of JSON at `place`; `readers` make what its fields hold."""
+    """Builds a dataclass from the JSON object at `place`; `readers` convert its fields."""
     known = {each.name: each for each in fields(cast("Any", kind))}
     given = _as_object(place, value)
     for key in given:

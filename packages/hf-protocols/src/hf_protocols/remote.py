@@ -1,4 +1,4 @@
-"""`@register`: how a worker's method is called across ranks."""
+"""`@register`: the declaration of a method that is called across ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FromArgument(Enum):
 
 
 FROM_ARGUMENT: Final = FromArgument.FROM_ARGUMENT
-"""Says in `@register(writes=FROM_ARGUMENT)` that an argument of each call declares the columns of the result."""
+"""In `@register(writes=FROM_ARGUMENT)`: an argument of each call declares the columns of the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +66,11 @@ def register(
     writes: Sequence[str] | FromArgument | None = None,
     kind: CallKind = "function",
 ) -> Callable[[Method], Method]:
-    """Mark a worker's method as callable through its group.
+    """Marks a worker's method as callable through its group.
 
     Every batch argument is distributed by `protocol`; other arguments reach every rank as they are.
 
-    An argument may declare columns itself, for example a loss or an estimator of a user's own. Where it has an
+    An argument may declare columns itself, for example a user's loss or estimator. If it has an
     attribute `reads`, a tuple of names, a call with it reads these columns in addition to the method's. With
     `writes=FROM_ARGUMENT` exactly one argument has an attribute `writes`, and the call returns those columns.
 
@@ -82,13 +82,13 @@ def register(
             ranks (`merge_metrics`) and divided once; `"object"`, any small picklable value (of several collected
             ranks, their list).
         reads: columns that travel to the method; None for all. A name that ends in `?` travels if it is there.
-        writes: columns that the method returns; None if it does not say; `FROM_ARGUMENT` if an argument says.
+        writes: columns that the method returns; None if unknown; `FROM_ARGUMENT` if an argument declares them.
         kind: the work behind it, for planners: `"generation"`, `"inference"` or `"training"` of a model,
             or a `"function"` without one.
 
     Raises:
-        ProtocolError: for a value of another kind, or `writes=FROM_ARGUMENT` of a method that returns no batch or
-            takes no argument.
+        ProtocolError: for a value of another kind, or `writes=FROM_ARGUMENT` on a method without
+            a batch as result or without arguments.
     """
     if not isinstance(protocol, TransferProtocol):
         raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol: use one of hf_protocols or your own")

@@ -24,12 +24,12 @@ _MOST_CHUNKS = 2**20
 class RowSelection:
     """Row numbers in order, as half-open intervals; iterating yields the integers.
 
-    Intervals that touch are merged, so equal selections compare equal. A row may stand more than once
+    Intervals that touch are merged, so equal selections compare equal. A row may occur more than once
     (`RowSelection.from_rows([0, 0, 1])`), as it does after a repeat.
 
     Raises:
         BatchError: for an interval that is empty, reversed, starts below zero or ends above 2**63 - 1; for more rows
-            than that; for what are not intervals.
+            than that; for values that are not intervals.
     """
 
     intervals: tuple[tuple[int, int], ...] = ()
@@ -55,7 +55,7 @@ class RowSelection:
 
     @classmethod
     def range(cls, start: int, stop: int) -> RowSelection:
-        """Rows `start` to `stop - 1`; none when both are equal."""
+        """Returns rows `start` to `stop - 1`; an empty selection if both are equal."""
         return cls() if start == stop else cls(((start, stop),))
 
     @classmethod
@@ -83,7 +83,7 @@ class RowSelection:
         return RowSelection(self.intervals + other.intervals)
 
     def take(self, positions: RowSelection) -> RowSelection:
-        """The rows that stand at `positions` of this selection: a selection of a selection.
+        """Returns the rows at `positions` of this selection: a selection of a selection.
 
         Raises:
             IndexError: for a position beyond the end.
@@ -104,10 +104,10 @@ class RowSelection:
         return RowSelection(tuple(taken))
 
     def repeat(self, times: int) -> RowSelection:
-        """The rows after every row became `times` consecutive ones: row r is then r*times ... r*times+times-1.
+        """Returns the rows after each became `times` consecutive rows: row r is then r*times ... r*times+times-1.
 
         Raises:
-            BatchError: if `times` is below one, or no whole number.
+            BatchError: if `times` is below one or not a whole number.
         """
         check_kind(BatchError, "repeat: times", times, int, "a whole number")
         if times < 1:
@@ -115,7 +115,7 @@ class RowSelection:
         return RowSelection(tuple((start * times, stop * times) for start, stop in self.intervals))
 
     def __reduce__(self) -> tuple[Callable[[array[int]], RowSelection], tuple[array[int]]]:
-        """Pickle as bare borders or rows, at most 4 bytes a row below row 2**32: selections travel with every call."""
+        """Pickles as bare borders or rows, at most 4 bytes a row below row 2**32: selections travel with every call."""
         code = "q" if self.end >= 2**32 else "I"
         if len(self) < 2 * len(self.intervals):
             return RowSelection.from_rows, (array(code, self),)
@@ -135,7 +135,7 @@ class RowSelection:
 def split_rows(
     num_rows: int, num_chunks: int, weights: Sequence[float] | None = None, *, what: str = "chunks"
 ) -> list[RowSelection]:
-    """Cut `num_rows` rows into `num_chunks` selections whose sizes differ by at most one, larger first.
+    """Splits `num_rows` rows into `num_chunks` selections whose sizes differ by at most one, larger first.
 
     With `weights` (tokens per row) rows are chosen so that the largest token sum is never above that of the
     contiguous split; within a chunk rows ascend.
@@ -168,7 +168,7 @@ def split_rows(
 
 
 def _balance(weights: Sequence[float], sizes: Sequence[int]) -> list[RowSelection]:
-    """Heaviest row first, each to the lightest chunk that still has room."""
+    """Assigns the heaviest row first, each to the lightest chunk that still has room."""
     chosen: list[list[int]] = [[] for _ in sizes]
     lightest = [(0.0, chunk) for chunk in range(len(sizes))]
     for row in sorted(range(len(weights)), key=weights.__getitem__, reverse=True):
@@ -185,7 +185,7 @@ def _is_truth(row: object) -> bool:
 
 
 def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The intervals, those that touch as one."""
+    """Returns the intervals with those that touch merged."""
     merged: list[tuple[int, int]] = []
     first, last = 0, -1
     for start, stop in intervals:

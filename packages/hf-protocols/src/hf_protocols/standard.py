@@ -1,7 +1,7 @@
 """The eight transfer protocols.
 
 The paper counts eight and names six (Table 3); RANK_ZERO and 3D_PP_AS_DP, after its first open-source release,
-complete them. Each is a pair of functions and can be combined again: a protocol needs no registration.
+complete them. Each is a pair of functions that your own protocols can reuse; protocols need no registration.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks and coordinates: which rank holds which part of a model, in training and in generation.
 
 A model with sizes pp-tp-dp (and cp, ep) occupies `pp * tp * cp * dp` ranks. For generation each training replica is
-cut again into smaller replicas (HybridFlow paper, section 5.1 and 5.3); ranks that hold the same generation shard
+split into smaller replicas (HybridFlow paper, sections 5.1 and 5.3); ranks that hold the same generation shard
 and get different prompts are a micro-DP group.
 """
 
@@ -70,7 +70,7 @@ class ParallelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ParallelSpec:
-        """Read `"pp-tp-dp"`, for example `"1-8-2"`."""
+        """Reads `"pp-tp-dp"`, for example `"1-8-2"`."""
         return cls(**_parse_sizes(text, ("pp_size", "tp_size", "dp_size"), "pp-tp-dp, such as 1-8-2"))
 
     @property
@@ -95,7 +95,7 @@ class GenerationSpec:
 
     @classmethod
     def parse(cls, text: str) -> GenerationSpec:
-        """Read `"pp-tp"`, for example `"1-2"`."""
+        """Reads `"pp-tp"`, for example `"1-2"`."""
         return cls(**_parse_sizes(text, ("gen_pp_size", "gen_tp_size"), "pp-tp, such as 1-2"))
 
     @property
@@ -182,7 +182,7 @@ class Topology:
         return len(self.groups("micro_dp")[0])
 
     def coordinate(self, rank: int) -> Coordinate:
-        """The coordinate of `rank`.
+        """Returns the coordinate of `rank`.
 
         Raises:
             TopologyError: for a rank outside 0 ... world_size - 1.
@@ -193,7 +193,7 @@ class Topology:
         return self._coordinates[rank]
 
     def rank(self, *, pp: int = 0, tp: int = 0, dp: int = 0, cp: int = 0) -> int:
-        """The rank at a training coordinate: the inverse of `coordinate`.
+        """Returns the rank at a training coordinate: the inverse of `coordinate`.
 
         Raises:
             TopologyError: for a coordinate outside its axis.
@@ -209,7 +209,7 @@ class Topology:
         return tp + train.tp_size * (cp + train.cp_size * (pp + train.pp_size * dp))
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
-        """The rank groups along `axis`, each in the order of that axis, sorted by their lowest rank.
+        """Returns the rank groups along `axis`, each in the order of that axis, sorted by lowest rank.
 
         `gen_replica` groups are the ranks of one generation replica, gen_tp fastest.
 
@@ -225,12 +225,12 @@ class Topology:
         return self._groups_by_axis[axis]
 
     def group_of(self, axis: Axis, rank: int) -> tuple[int, ...]:
-        """The one group along `axis` that `rank` belongs to."""
+        """Returns the group along `axis` to which `rank` belongs."""
         self.coordinate(rank)
         return next(group for group in self.groups(axis) if rank in group)
 
     def __reduce__(self) -> tuple[type[Topology], tuple[ParallelSpec, GenerationSpec | None, Order, Grouping]]:
-        """Pickle the sizes alone: what was computed from them is computed again, not sent to every rank."""
+        """Pickles the sizes alone: derived values are computed again instead of sent to every rank."""
         return type(self), (self.train, self.generation, self.order, self.grouping)
 
     @property
@@ -274,7 +274,7 @@ class Topology:
         return self.train.pp_size * self.train.tp_size
 
     def _in_replica(self, dp: int, cp: int, gen_pp: int, gen_tp: int, micro_dp: int) -> dict[str, int]:
-        """Complete a generation coordinate that was found inside training replica (dp, cp)."""
+        """Completes a generation coordinate found inside training replica (dp, cp)."""
         micro_dp_size = self._model_size // self._generation.replica_size
         gen_replica = (dp * self.train.cp_size + cp) * micro_dp_size + micro_dp
         return {"gen_pp": gen_pp, "gen_tp": gen_tp, "micro_dp": micro_dp, "gen_replica": gen_replica}
@@ -291,7 +291,7 @@ class Topology:
         return self._in_replica(dp, cp, gen_pp, gen_tp, micro_dp)
 
     def _consecutive(self, rank: int, pp: int, tp: int, dp: int, cp: int) -> dict[str, int]:
-        """Sizes that do not nest: replicas of consecutive ranks, micro-DP groups inside blocks of the lcm."""
+        """Numbers ranks if sizes do not nest: replicas of consecutive ranks, micro-DP groups inside lcm blocks."""
         size = self._generation.replica_size
         gen_replica, index = divmod(rank, size)
         gen_pp, gen_tp = divmod(index, self._generation.gen_tp_size)
@@ -300,7 +300,7 @@ class Topology:
 
     @cached_property
     def _groups_by_axis(self) -> dict[str, tuple[tuple[int, ...], ...]]:
-        """Those that were asked for: searches make topologies by the thousand and ask each for one or two."""
+        """Caches groups by axis: a search makes thousands of topologies and needs one or two axes of each."""
         return {}
 
     def _compute_groups(self, axis: str) -> tuple[tuple[int, ...], ...]:

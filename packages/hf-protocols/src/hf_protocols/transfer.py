@@ -1,7 +1,7 @@
-"""Transfer protocols: how one call's rows reach the ranks, and how results come back (paper, section 4.1, Table 3).
+"""Transfer protocols: distribution of a call's rows to ranks and collection of results (paper, section 4.1, Table 3).
 
-A protocol is two pure functions over row numbers; nothing here touches a tensor. `route` joins what one
-group's `collect` yields to what the next group's `distribute` wants.
+A protocol is two pure functions over row numbers; nothing here touches a tensor. `route` joins the
+result of one group's `collect` to the request of the next group's `distribute`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Distribute(Protocol):
     """(topology, num_rows, weights) -> one selection of rows per rank; `weights` are tokens per row."""
 
     def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
-        """Answer which rows each rank gets."""
+        """Returns the rows of each rank."""
         ...
 
 
@@ -55,7 +55,7 @@ class Collect(Protocol):
     """topology -> the ranks whose results make the result of the call."""
 
     def __call__(self, topology: Topology) -> Collection:
-        """Answer which ranks are collected."""
+        """Returns the collected ranks."""
         ...
 
 
@@ -67,8 +67,8 @@ class TransferProtocol:
     result of the two functions is checked.
 
     Raises:
-        ProtocolError: for what cannot be called; later, naming the protocol, for an answer of another kind, or when a
-            function raises what is not an error of this project.
+        ProtocolError: if a function is not callable; when called, if it returns a value of another kind or raises
+            an error from outside this project. The message names the protocol.
     """
 
     name: str
@@ -91,7 +91,7 @@ class TransferProtocol:
 
 @dataclass(frozen=True)
 class _Distribute:
-    """A protocol's function, its answers checked."""
+    """A protocol's function with checks of its results."""
 
     protocol: str
     function: Distribute
@@ -124,7 +124,7 @@ class _Distribute:
 
 @dataclass(frozen=True)
 class _Collect:
-    """A protocol's function, its answers checked."""
+    """A protocol's function with checks of its results."""
 
     protocol: str
     function: Collect
@@ -148,7 +148,7 @@ class _Collect:
 
 
 def _own_function(function: Any) -> Any:
-    """The function itself, of a protocol that takes another one's."""
+    """Returns the unchecked function of a protocol that reuses another protocol's."""
     if not callable(function):
         raise ProtocolError(f"a TransferProtocol is a name and two functions, got {show(function)} for one of them")
     return function.function if isinstance(function, _Distribute | _Collect) else function
@@ -163,10 +163,10 @@ def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class PerRank(Generic[Item]):
-    """One item for each rank: what `ALL_TO_ALL` takes in place of a batch.
+    """One item for each rank, passed to `ALL_TO_ALL` in place of a batch.
 
     Raises:
-        ProtocolError: for what is not a list of items.
+        ProtocolError: for a value that is not a list of items.
     """
 
     items: Sequence[Item]
@@ -186,12 +186,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """`pieces[i]`: what consumer rank i takes, in the logical order of the rows it wants."""
+    """`pieces[i]`: the pieces of consumer rank i, in the logical order of its rows."""
 
     pieces: tuple[tuple[Piece, ...], ...]
 
     def bytes_moved(self, row_bytes: float) -> float:
-        """Bytes that all consumers take together, if every row has `row_bytes` bytes."""
+        """Returns the bytes that all consumers receive together, if every row has `row_bytes` bytes."""
         return row_bytes * sum(len(piece.rows) for pieces in self.pieces for piece in pieces)
 
 
@@ -200,15 +200,15 @@ def compute_held_rows(
 ) -> dict[int, RowSelection]:
     """Returns the rows of a call's logical result that each collected rank holds, in its local order.
 
-    The result keeps the order of the call's input where the collected ranks share it out exactly once, so that a
-    permuted (token-balanced) split is placement and not a reorder; else (every stage answers for all rows) results
+    The result keeps the order of the call's input where the collected ranks hold each row exactly once, so that a
+    permuted (token-balanced) split changes placement, not order. Otherwise (every stage returns all rows) results
     follow one another in collected order.
 
     Args:
         collection: what the protocol collects.
-        selections: the input rows of every rank, as `distribute` answered.
+        selections: the input rows of every rank, as `distribute` returned them.
         num_rows: rows of the call's input.
-        times: rows that every input row became.
+        times: result rows for each input row.
 
     Raises:
         BatchError: for selections of other kinds, or of rows that the input does not have.
@@ -249,14 +249,14 @@ def _partitions(selections: Sized[RowSelection], num_rows: int) -> bool:
 
 
 def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> Route:
-    """Join producers to consumers: for every consumer the pieces that make its rows, in its order.
+    """Joins producers to consumers: returns for every consumer the pieces of its rows, in its order.
 
     Args:
         held: for every producer rank the logical rows it holds, in local order; no row twice.
         wanted: for every consumer rank the logical rows it wants, in its order.
 
     Raises:
-        ProtocolError: if a row is held twice, or is wanted and held by nobody; for values of other kinds.
+        ProtocolError: if a row is held twice, or wanted but not held; for values of other kinds.
     """
     check_kind(ProtocolError, "route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
     check_kind(ProtocolError, "route: wanted", wanted, Sequence, "a list of RowSelections")
@@ -272,7 +272,7 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
 
 
 class _HeldIntervals:
-    """Long intervals: sorted by their first row, so that one bisection finds the holder of a row."""
+    """Index of long intervals, sorted by first row: one bisection finds the holder of a row."""
 
     def __init__(self, held: Mapping[int, RowSelection]) -> None:
         entries: list[tuple[int, int, int, int]] = []
@@ -289,7 +289,7 @@ class _HeldIntervals:
         self._starts = [entry[0] for entry in entries]
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
-        """The pieces of `wanted`; neighbours from one producer become one piece."""
+        """Returns the pieces of `wanted`; neighbours from one producer become one piece."""
         entries, starts = self._entries, self._starts
         owner = -1
         taken: list[tuple[int, int]] = []
@@ -311,7 +311,7 @@ class _HeldIntervals:
 
 
 class _HeldRows:
-    """Scattered rows: a table that says for every row who holds it where, as one integer."""
+    """Index of scattered rows: for every row its holder and place, packed into one integer."""
 
     def __init__(self, held: Mapping[int, RowSelection], num_rows: int) -> None:
         num_held = sum(map(len, held.values()))
@@ -328,7 +328,7 @@ class _HeldRows:
             _HeldIntervals(held)  # raises as well
 
     def find(self, wanted: RowSelection) -> Iterator[Piece]:
-        """The pieces of `wanted`; neighbours from one producer become one piece."""
+        """Returns the pieces of `wanted`; neighbours from one producer become one piece."""
         bits, mask = self._local_bits, (1 << self._local_bits) - 1
         places = self._find_places(wanted)
         owners = [place >> bits for place in places]
