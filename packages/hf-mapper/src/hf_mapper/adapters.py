@@ -21,11 +21,11 @@ _NOT_LINEAR = re.compile(r"\.experts\.|(mlp|block_sparse_moe)\.(gate|router)\.|n
 class AdapterSpec:
     """Adapters of `rank` in the linear layers whose names end with one of `targets`; without targets in all of them.
 
-    The weights are frozen then: held in float32, without gradients and optimizer state. `sends` says what a transition
-    to generation brings: both, the adapters alone, or weights into which they were merged.
+    The weights are frozen then: held in float32, without gradients and optimizer state. `sends` names the content of
+    a transition to generation: both, the adapters alone, or weights into which they were merged.
 
     Raises:
-        ConfigError: for a rank below 1, or another word for `sends`.
+        ConfigError: for a rank below 1, or an unknown value of `sends`.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""The best plan of every placement class, and why it loses against the chosen one."""
+"""The best plan of every placement class, and the reason that it loses against the chosen plan."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Alternative:
 
     `name` is `"colocate"` (one pool), `"standalone"` (a pool for each), `"split"` (the actor with its
     reference, the others with each other) or empty. `num_gpus` of each pool and `iteration_s` are None where
-    nothing fits; then `missing_bytes` is what the fullest device lacks, None where devices are too few.
-    `idle_part` of each pool is the part of the iteration in which it does nothing. `reason` says in a line why the
+    nothing fits; then `missing_bytes` is the shortfall of the fullest device, None if there are too few devices.
+    `idle_part` of each pool is the part of the iteration in which it is idle. `reason` is one line on why the
     class loses.
     """
 
@@ -46,7 +46,7 @@ def compare_classes(
 ) -> tuple[Alternative, ...]:
     """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
 
-    Only those whose best plan is known when `should_stop` says yes. `complete`: so was the search for `chosen`.
+    Only those whose best plan is known when `should_stop` returns True. `complete`: the search was complete.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)

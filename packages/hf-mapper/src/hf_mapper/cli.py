@@ -38,7 +38,7 @@ class _InputError(click.ClickException):
 
 
 class _Commands(click.Group):
-    """Commands in which every mistake of the user ends in one line."""
+    """A command group that reports every mistake of the user in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -72,7 +72,7 @@ class _UserPath(click.Path):
 
 
 def _read_time_limit(context: click.Context, option: click.Parameter, seconds: float | None) -> StopSign:
-    """The clock as a stop sign, from now on; without a limit one that never comes."""
+    """Returns a function that is True after the time limit; without a limit it is always False."""
     if seconds is not None and not seconds >= 0:
         raise _InputError(f"--time-limit: {seconds:g} must be at least 0 seconds")
     deadline = math.inf if seconds is None else time.monotonic() + seconds
@@ -129,7 +129,7 @@ def plan(config: Path, as_json: bool, html: Path | None, should_stop: StopSign) 
 @click.option("--html", type=_UserPath(is_written=True), help="Write plan and reasons as one page to this file.")
 @click.option("--quick", is_flag=True, help="Skip the sensitivity analysis (much faster).")
 def explain(config: Path, as_json: bool, html: Path | None, quick: bool, should_stop: StopSign) -> None:
-    """Say why the plan of CONFIG is the best: other placements, what bounds it, how sure it is."""
+    """Explain the plan of CONFIG: other placements, bottlenecks and sensitivity to errors."""
     _keep_inputs("--html", html, config)
     found = explain_plan(read_config(config), should_stop, robustness=not quick)
     if html is not None:
@@ -190,7 +190,7 @@ def simulate(config: Path, placement: str, as_json: bool) -> None:
 @main.command()
 @click.option("--data", type=_UserPath(), help="A folder of measured tables, *.csv.")
 @click.option("--trace", type=_UserPath(), help="The trace.json in the directory of a run of hybridflow.")
-@click.option("--constants", type=_UserPath(), help="With --trace: what calibrate --output wrote.")
+@click.option("--constants", type=_UserPath(), help="With --trace: the file that calibrate --output wrote.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; errors are fractions.")
 def validate(data: Path | None, trace: Path | None, constants: Path | None, as_json: bool) -> None:
     """Compare the simulators with measured tables, recognised by their columns, or with a run of hybridflow."""
@@ -216,7 +216,7 @@ def validate(data: Path | None, trace: Path | None, constants: Path | None, as_j
     "traces",
     multiple=True,
     type=_UserPath(),
-    help="The trace.json in the directory of a run of hybridflow; several runs of different sizes tell more.",
+    help="The trace.json in the directory of a run of hybridflow; runs of different sizes give better constants.",
 )
 @click.option("--output", type=_UserPath(is_written=True), help="With --trace: write the constants here, as JSON.")
 @click.option("--stack", help="With --data: only this software, such as pytorch or vllm.")

@@ -81,11 +81,11 @@ class MapperConfig:
 
 
 def read_config(path: Path | str) -> MapperConfig:
-    """Read a mapping problem; paths in it are relative to the file.
+    """Reads a mapping problem; paths in it are relative to the file.
 
     Raises:
-        ConfigError: for a missing or malformed file, an unknown key (with the nearest), a missing one, or a value that
-            cannot be used.
+        ConfigError: for a missing or malformed file, an unknown key (with the nearest), a missing key, or an invalid
+            value.
     """
     path = Path(path)
     body = read_toml(path)
@@ -116,7 +116,7 @@ def _read_model(entry: Any, where: str, folder: Path) -> ModelShape:
 
 
 def _read_plain_sizes(entry: dict[str, Any], where: str) -> ModelShape:
-    """A GPT as measured tables give it: `params_b` (billions), or `layers`, `hidden` and `heads`."""
+    """Returns a GPT as measured tables describe it: `params_b` (billions), or `layers`, `hidden` and `heads`."""
     _check_keys(where, entry, sorted(_PLAIN_SIZES | {"vocab"}), required=())
     hints: dict[str, Any] = {**dict.fromkeys(entry, int), "params_b": float}
     _check_types(entry, hints, where)
@@ -202,7 +202,7 @@ def _read_backends(entry: Any) -> tuple[str, ...] | None:
 
 
 def _build(of: type[T], table: Mapping[str, Any], where: str) -> T:
-    """An `of` from a table whose keys are its fields."""
+    """Builds an `of` from a table whose keys are its fields."""
     fields = dataclasses.fields(of)  # type: ignore[arg-type]
     required = [field.name for field in fields if _is_required(field)]
     _check_keys(where, table, [field.name for field in fields], required=required)

@@ -18,7 +18,7 @@ __all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demand
 class ModelDemand:
     """One model's part of an iteration: `calls[stage]` are the kinds of its calls there, in program order.
 
-    `rows[stage]` are the rows of the same calls; without it, calls read and write none.
+    `rows[stage]` are the rows of the same calls; without it, calls read and write no rows.
 
     Roles with equal demands are interchangeable for the search.
     """
@@ -57,9 +57,9 @@ def build_demands(
     workload: WorkloadSpec,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, ModelDemand]:
-    """The demand of every role that has a model, in the dataflow's order of roles.
+    """Returns the demand of every role that has a model, in the dataflow's order of roles.
 
-    Of `backends` only those by role are in the demands: models that may run on other backends are different ones.
+    Demands include only `backends` that are given by role: models with other backends differ.
 
     Raises:
         ConfigError: for a model whose role is not in the dataflow, or a backend whose role has no model (with the

@@ -23,8 +23,8 @@ class Explanation:
 
     `alternatives` has every placement class, the chosen one first; `extensions` one entry for each kind of machine
     (empty where the cluster states no network); `tolerances` one for each simulator of seconds that the plan depends
-    on, `memory` that of bytes (empty and None where they were not asked for, or the search for them was stopped).
-    `complete`: nobody stopped it; else plan and reasons are those found before.
+    on, `memory` that of bytes (empty and None if not requested, or if their search was stopped).
+    `complete`: the search was not stopped; otherwise plan and reasons are those found before.
     """
 
     plan: MappingPlan
@@ -36,7 +36,7 @@ class Explanation:
     complete: bool
 
     def to_json(self) -> str:
-        """One JSON object, ending in a newline; `plan` in it is what `MappingPlan.from_json` reads."""
+        """Returns one JSON object, ending in a newline; `MappingPlan.from_json` reads its `plan`."""
         body: dict[str, Any] = {
             "plan": json.loads(self.plan.to_json()),
             "alternatives": [asdict(entry) for entry in self.alternatives],
@@ -50,10 +50,10 @@ class Explanation:
 
 
 def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, robustness: bool = True) -> Explanation:
-    """Find the best plan of `problem` and its reasons; `robustness` takes a hundred searches or two more.
+    """Finds the best plan of `problem` and its reasons; `robustness` takes one or two hundred more searches.
 
-    `should_stop` is asked as in `map_dataflow`: when it says yes, the plan is the best so far, what bounds it is
-    said all the same, and of the other reasons those that were found for certain.
+    `should_stop` is called as in `map_dataflow`. When it returns True, the result is the best plan so far with its
+    bottleneck, and those of the other reasons that are certain.
 
     Raises:
         PlanError, ConfigError: as `map_dataflow`.
@@ -72,7 +72,7 @@ def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, 
 
 
 class _Remembered:
-    """A stop sign that stays up once it was given."""
+    """A stop sign that stays True after its first True."""
 
     def __init__(self, ask: StopSign) -> None:
         self._ask = ask

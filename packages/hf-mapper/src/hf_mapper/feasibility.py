@@ -45,9 +45,9 @@ def find_smallest_cluster(
     *,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> MachineSpec | None:
-    """The fewest machines of one of the cluster's kinds on which the models fit, up to 2,048 accelerators.
+    """Returns the fewest machines of one of the cluster's kinds on which the models fit, up to 2,048 accelerators.
 
-    Of several kinds the one that needs the fewest accelerators. None when no number of them would do.
+    With several kinds, the kind that needs the fewest accelerators. None if no number is enough.
     """
     problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
     found = []
@@ -62,7 +62,7 @@ def find_smallest_cluster(
 
 
 def build_infeasible_error(problem: MapperConfig) -> PlanError:
-    """The error for a cluster on which nothing fits: what was given, and the smallest cluster that would do."""
+    """Returns the error for a cluster on which nothing fits, with the smallest cluster that is sufficient."""
     machines = problem.cluster.machines
     given = " + ".join(map(_describe, machines))
     names = ", ".join(f"{role} {model.name}" for role, model in problem.models.items())

@@ -49,7 +49,7 @@ class MemoryTolerance:
 def compute_memory_tolerance(
     problem: MapperConfig, pools: Sequence[PoolPlacement], should_stop: StopSign
 ) -> MemoryTolerance | None:
-    """The tolerance of the plan `pools` of `problem`; None where `should_stop` says yes before it is known."""
+    """The tolerance of the plan `pools` of `problem`; None if `should_stop` returns True before it is known."""
     chosen_s = compute_cost([pool.option.stage_s for pool in pools])
     winner: Sequence[PoolPlacement] = ()
     below, factor = 1 / MOST_FACTOR, 1 / MOST_FACTOR

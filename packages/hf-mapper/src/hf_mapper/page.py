@@ -49,7 +49,7 @@ _CELL_PX, _CELL_HEIGHT_PX = 12, 30
 def build_page(plan: MappingPlan, explanation: Explanation | None = None) -> str:
     """The page's HTML: it loads nothing, needs no script and fits a screen 390 px wide.
 
-    `explanation` adds the other placements, what bounds the iteration and how wrong the simulators may be.
+    `explanation` adds the other placements, the bottleneck and the sensitivity to errors of the simulators.
 
     Raises:
         PlanError: for a plan without the mapper's estimates.

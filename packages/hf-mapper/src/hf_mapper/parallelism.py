@@ -77,10 +77,10 @@ class ModelOption:
 
 
 def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tuple[str, ...]:
-    """The training backends to choose from: those given, else FSDP on host slots and both on accelerators.
+    """Returns the training backends to choose from: those given, else FSDP on host slots and both on accelerators.
 
     Raises:
-        ConfigError: for an unknown name or none at all.
+        ConfigError: for an unknown name or an empty list.
     """
     if backends is None:
         return ("fsdp",) if gpu_kind == HOST_KIND else BACKENDS
@@ -95,10 +95,10 @@ def default_backends(gpu_kind: str, backends: Sequence[str] | None = None) -> tu
 def choose_backends(
     demand: ModelDemand, gpu_kind: str, backends: Sequence[str] | Mapping[str, Sequence[str]] | None
 ) -> tuple[str, ...]:
-    """The training backends to choose from for one model: its own, else those given for all, else the usual ones.
+    """Returns the training backends to choose from for one model: its own, else those for all, else the defaults.
 
     Raises:
-        ConfigError: for an unknown name or none at all.
+        ConfigError: for an unknown name or an empty list.
     """
     of_all = None if isinstance(backends, Mapping) else backends
     return default_backends(gpu_kind, of_all if demand.backends is None else demand.backends)
@@ -126,7 +126,7 @@ def parallel_layouts(
 ) -> Iterator[tuple[ParallelSpec, str]]:
     """Every valid (layout, backend) of `num_gpus` ranks, pp then tp then ep ascending.
 
-    FSDP takes pp = tp = ep = 1 only, Megatron that too.
+    FSDP supports pp = tp = ep = 1 only; Megatron supports that as well.
     """
     rows = _shared_rows(workload, trained)
     for pp, tp in itertools.product(_divisors(model.num_layers, num_gpus), _tensor_sizes(model, machine)):
@@ -262,9 +262,9 @@ def best_parallelism(
     budget_bytes: float,
     backends: Sequence[str] | None = None,
 ) -> ModelOption | None:
-    """The fastest way to run one model alone within `budget_bytes` per rank (paper, Algorithm 2).
+    """Returns the fastest way to run one model alone within `budget_bytes` per rank (paper, Algorithm 2).
 
-    Of equally fast ones the one with the least memory, then the first in order of layouts. None when nothing fits.
+    Ties go to the least memory, then to the first in order of layouts. None if nothing fits.
     """
     allowed = default_backends(cluster.machine.gpu.kind, backends)
     options = build_options(demand, cluster, num_gpus, workload, allowed)

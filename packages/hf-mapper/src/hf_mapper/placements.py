@@ -31,7 +31,7 @@ class Slots:
 
 
 def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
-    """Every way to split `items` into non-empty sets, fewest sets first: Bell(n) of them (15 for four models).
+    """Returns every way to split `items` into non-empty sets, fewest sets first: Bell(n) of them (15 for four models).
 
     Sets keep the order of `items`, and stand in order of their first item.
     """
@@ -39,7 +39,7 @@ def set_partitions(items: Sequence[T]) -> Iterator[tuple[tuple[T, ...], ...]]:
 
 
 def pack(cluster: ClusterSpec, requests: Sequence[PoolRequest]) -> tuple[tuple[Slots, ...], ...] | None:
-    """The machines of each request, or None when they do not fit together.
+    """Returns the machines of each request, or None if they do not fit together.
 
     A pool takes whole machines first and the rest of it in one more machine, so that tensor-parallel groups of a size
     that divides both stay inside a machine. Whole machines go in order of the requests; then the rests, largest first,

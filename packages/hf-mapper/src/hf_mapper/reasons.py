@@ -1,4 +1,4 @@
-"""An explanation as tables: the plan, the other placements, what bounds it, what more would buy, how sure it is."""
+"""An explanation as tables: the plan, other placements, bottlenecks, gain from more, and sensitivity."""
 
 from __future__ import annotations
 

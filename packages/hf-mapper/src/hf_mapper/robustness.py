@@ -73,7 +73,7 @@ def compute_tolerances(
 ) -> tuple[Tolerance, ...]:
     """The tolerance of every simulator that the plan `pools` of `problem` calls at all.
 
-    Only of those that were done when `should_stop` says yes.
+    Only of simulators that were finished when `should_stop` returns True.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     seconds = price_pools(pools, demands, problem.cluster, problem.workload)

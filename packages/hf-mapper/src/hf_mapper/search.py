@@ -6,9 +6,9 @@ transition, rows received from and sent to other models, and moves to host memor
 devices are allowed. Costs that agree in nine digits are ties: the fewest pools win, then the fewest devices, then the
 first in a fixed order.
 
-What bounds it: a pool is at no stage faster than the sum of its models' fastest times there, each alone on any pool
-with all memory to itself. A partition whose bound cannot win is not looked at; of a search that was stopped, the least
-bound of what is left says how far the answer may be from the best.
+The bound: in no stage is a pool faster than the sum of its models' fastest times, each alone on any pool with all
+memory to itself. A partition whose bound cannot win is skipped. After a stopped search, the least bound of the rest
+gives the largest possible distance of the result from the best.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from hf_protocols import Dataflow, MappingPlan, ModelShape
 __all__ = ["StopSign", "compute_cost", "find_pools", "map_dataflow", "search_partitions"]
 
 StopSign = Callable[[], bool]
-"""Asked whether to stop; after a yes nothing more is asked of it."""
+"""Returns True to stop; after that it is not called again."""
 
 _TIE = 1e-8
-"""More than the difference of costs that agree in nine digits."""
+"""Larger than the difference of costs that agree in nine digits."""
 
 
 def map_dataflow(
@@ -47,16 +47,16 @@ def map_dataflow(
     *,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> MappingPlan:
-    """The placement, allocation and layouts with the shortest iteration.
+    """Finds the placement, allocation and layouts with the shortest iteration.
 
     A role without a model (a reward function, advantages) gets a host slot of its own, in addition to the cluster's.
-    `should_stop` is asked between candidates once a plan is known; when it says yes, the best plan so far is the
-    answer and `estimates["search"]` says `complete: False`. Its `gap` is proven: no plan takes less than
-    `iteration_s * (1 - gap)`; of a complete search it is 0. `backends` are the training backends to choose from,
+    `should_stop` is called between candidates once a plan is known. When it returns True, the best plan so far is
+    returned and `estimates["search"]` has `complete: False`. Its `gap` is proven: no plan takes less than
+    `iteration_s * (1 - gap)`; after a complete search it is 0. `backends` are the training backends to choose from,
     for all roles or by role; by default FSDP on host slots, and FSDP and Megatron on accelerators.
 
     Raises:
-        PlanError: when nothing fits, naming the smallest cluster that would do; or when a role lacks its model.
+        PlanError: if nothing fits, naming the smallest sufficient cluster, or if a role lacks its model.
         ConfigError: for an unknown role or backend, or a workload that a model cannot take.
     """
     problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
@@ -66,7 +66,7 @@ def map_dataflow(
 def find_pools(
     problem: MapperConfig, should_stop: StopSign | None = None
 ) -> tuple[MappingPlan, tuple[PoolPlacement, ...]]:
-    """The plan of `map_dataflow`, and the pools that it was made of."""
+    """Returns the plan of `map_dataflow` and its pools."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
@@ -86,7 +86,7 @@ def search_partitions(
     partitions: Iterable[Sequence[Sequence[str]]],
     should_stop: StopSign | None = None,
 ) -> tuple[tuple[PoolPlacement, ...], dict[str, Any]]:
-    """The best pools among `partitions` of the roles, none where nothing fits; and what the search says of itself."""
+    """Returns the best pools among `partitions` of the roles, empty if nothing fits, and facts about the search."""
     number_of = {role: table.demands.index(demand) for role, demand in demands.items()}
     search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
     for partition in partitions:
@@ -96,18 +96,18 @@ def search_partitions(
 
 
 def compute_cost(stage_s_of_pools: Sequence[Sequence[float]]) -> float:
-    """Seconds of an iteration: the sum over stages of the slowest pool's time."""
+    """Returns seconds of an iteration: the sum over stages of the slowest pool's time."""
     return sum(map(max, zip(*stage_s_of_pools, strict=True)), 0.0)
 
 
 def _rounded(cost: float) -> float:
-    """Nine digits of `cost`: the resolution at which two costs differ."""
+    """Rounds `cost` to nine digits, the resolution at which two costs differ."""
     return float(f"{cost:.8e}")
 
 
 @dataclass(kw_only=True)
 class _Search:
-    """Depth-first over the pools of one partition after another, cut where no completion can win."""
+    """Depth-first search over the pools of each partition, pruned where no completion can win."""
 
     table: PoolTable
     number_of: Mapping[str, int]
@@ -151,7 +151,7 @@ class _Search:
         self._descend((), np.zeros_like(fastest[0]))
 
     def _must_stop(self) -> bool:
-        """Ask the stop sign, once a plan is known and until it says yes."""
+        """Calls `should_stop` once a plan is known, until it returns True."""
         self.stopped = self.stopped or (bool(self.best) and self.should_stop())
         return self.stopped
 

@@ -1,4 +1,4 @@
-"""By how much a placement class misses the cluster's memory, and in which call."""
+"""Missing memory of a placement class, and the call that needs it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_mapper.specs import ClusterSpec
 __all__ = ["Shortfall", "find_shortfall"]
 
 _ROOMY_BYTES = 2**60
-"""Memory that any layout fits into, so that even those that are too large are listed."""
+"""Memory that any layout fits into, so that layouts that are too large are listed as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class _Try:
 def find_shortfall(
     problem: MapperConfig, demands: Mapping[str, ModelDemand], sets: Sequence[tuple[str, ...]]
 ) -> Shortfall | None:
-    """The least that `sets`, each on a pool of its own, lack on the cluster; None when devices are too few."""
+    """Returns the least memory that `sets`, each on its own pool, lack on the cluster; None for too few devices."""
     roomy = replace(
         problem.cluster,
         machines=tuple(

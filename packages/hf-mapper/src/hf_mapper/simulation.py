@@ -90,7 +90,7 @@ class Simulation:
         )
 
     def check_memory(self) -> None:
-        """Refuse a placement that does not fit.
+        """Refuses a placement that does not fit.
 
         Raises:
             PlanError: naming every call that does not, and by how much.
@@ -153,7 +153,7 @@ def simulate_placement(
     *,
     backends: Sequence[str] | Mapping[str, Sequence[str]] | None = None,
 ) -> Simulation:
-    """Times and bytes of `pools`; one that does not fit in memory is answered too (`check_memory` tells).
+    """Returns times and bytes of `pools`, also if they do not fit in memory (`check_memory` refuses those).
 
     Raises:
         PlanError: for a role that is missing, unknown or placed twice, devices that the cluster does not have, or a
@@ -252,7 +252,7 @@ def _list_options(
 
 
 def _combine(options: Sequence[Sequence[ModelOption]], request: PoolRequest, machine: MachineSpec) -> list[PoolOption]:
-    """A pool's combinations that matter: those that fit; where none does, the one that exceeds memory least."""
+    """Returns a pool's combinations that fit; if none does, the one that exceeds memory least."""
     combined = [((), np.zeros(len(options[0][0].stage_s) + 3))]  # seconds per stage; host, state bytes, largest work
     for of_role in options:
         grown = []
@@ -354,7 +354,7 @@ def _estimate(
 def _add_movement(
     estimate: Estimate[float], call: ModelCall, part: ClusterSpec, option: ModelOption, workload: WorkloadSpec
 ) -> Estimate[float]:
-    """`estimate` with the call's rows brought and, where the model is offloaded, its state."""
+    """Adds to `estimate` the transfer of the call's rows and, for an offloaded model, of its state."""
     rows = count_call_rows(call, workload)
     parts = {
         **estimate.breakdown,

@@ -14,7 +14,7 @@ _GATHERED = ("matrix", "layer", "model")
 
 @dataclass(frozen=True, kw_only=True)
 class SoftwareSpec:
-    """The defaults are what the backends of hf-engine do.
+    """A training stack; the defaults describe the backends of hf-engine.
 
     `fused_attention`: scores stay on chip, and a causal mask halves the work; otherwise they are written and read.
     `sequence_parallel`: norms and residuals are sharded over the tensor group too (Korthikanti et al.).
@@ -22,9 +22,9 @@ class SoftwareSpec:
     `dropout`: masks are drawn in training, which takes memory.
     `cast_weights`: weights are held once, in fp32, and cast when they are gathered; else there is a 16-bit copy too.
     `fused_loss`: the cross entropy holds logits and their gradient in the model's dtype, and widens them in parts.
-    `shared_rails`: what FSDP gathers enters a machine once and spreads over its own links; otherwise every rank
-    receives all of it over its part of the network.
-    `gathers`: what FSDP holds whole: the `"layer"` or `"matrix"` that computes and the next, or the `"model"`.
+    `shared_rails`: gathered weights enter a machine once and spread over its own links; otherwise every rank
+    receives all of them over its part of the network.
+    `gathers`: the unit that FSDP holds whole: the current and the next `"layer"` or `"matrix"`, or the `"model"`.
     `gradient_bytes`: of one parameter's gradient, as it is kept and summed.
     """
 
@@ -78,12 +78,12 @@ ZERO_2021 = SoftwareSpec(
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """A generation engine; the defaults are what today's do.
+    """A generation engine; the defaults describe current engines.
 
-    `memory_fraction` of a device holds what the runtime reserves, the weights and the cache.
+    `memory_fraction` of a device holds the runtime's reserve, the weights and the cache.
     `one_shot_reduce`: small all-reduces inside a machine read every peer at once rather than go around a ring.
     `first_token_decodes`: the first token comes from a decode step after the prefill rather than from the prefill.
-    `evicts`: sequences start as long as the cache has room, and are set back when it has not; otherwise each starts
+    `evicts`: sequences start while the cache has room, and are evicted when it is full; otherwise each starts
     when there is room for all of it, as by TensorRT-LLM's default policy, GUARANTEED_NO_EVICT.
     """
 

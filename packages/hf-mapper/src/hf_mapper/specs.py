@@ -1,4 +1,4 @@
-"""The facts that a search starts from: accelerators, machines, clusters, workloads. Units are in the names."""
+"""Facts that a search starts from: accelerators, machines, clusters, workloads. Units are in the names."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check_positive(owner: str, **figures: object) -> None:
 
 
 _MOST = 10**9
-"""Nothing that is counted here is more."""
+"""Upper limit of every count here."""
 
 
 def _check_counts(owner: str, **counts: object) -> None:
@@ -99,10 +99,10 @@ class GpuSpec:
         return (self.memory_bytes - self.reserved_bytes) * (1 - self.efficiency.fragmentation)
 
     def peak(self, dtype: str) -> float:
-        """Peak FLOP/s at `dtype`.
+        """Returns peak FLOP/s at `dtype`.
 
         Raises:
-            ConfigError: when this accelerator publishes none for it.
+            ConfigError: if no figure is published for this accelerator and dtype.
         """
         try:
             return self.peak_flops_per_s[dtype]
@@ -112,7 +112,7 @@ class GpuSpec:
 
 
 def gpu(kind: str) -> GpuSpec:
-    """An accelerator of the catalogue by name, such as `"h100"`, with the shipped constants where it has some.
+    """Returns an accelerator of the catalogue by name, such as `"h100"`, with the shipped constants where it has some.
 
     Raises:
         ConfigError: for an unknown name, with the nearest known ones.
@@ -123,7 +123,7 @@ def gpu(kind: str) -> GpuSpec:
 
 
 def known_gpus() -> tuple[str, ...]:
-    """Names that `gpu` knows, sorted."""
+    """Returns the names that `gpu` knows, sorted."""
     return tuple(sorted(CATALOGUE))
 
 
@@ -135,7 +135,7 @@ def host_gpu(
     link_bandwidth_bytes_per_s: float = 2e9,
     reserved_bytes: int = 0,
 ) -> GpuSpec:
-    """One process slot of a host as a "GPU" of kind `"cpu"`; the defaults are one ordinary core's.
+    """Returns one process slot of a host as a "GPU" of kind `"cpu"`; defaults are those of an ordinary core.
 
     Raises:
         ConfigError: for a figure that is not positive.
@@ -159,8 +159,8 @@ class MachineSpec:
 
     `intra_bandwidth_bytes_per_s` is one direction per accelerator; the accelerator's own link where it is not given.
     `intra_latency_s` is one hop of a collective inside the machine.
-    `host_memory_bytes` is what offloaded models may fill of one machine's own memory, those of each accelerator an
-    equal part; with 0, none is offloaded.
+    `host_memory_bytes` is the part of one machine's own memory for offloaded models, divided evenly over its
+    accelerators; with 0, models are not offloaded.
 
     Raises:
         ConfigError: for a count below 1 or a figure that is not positive.
@@ -191,7 +191,7 @@ class MachineSpec:
 
     @property
     def offload_bytes(self) -> float:
-        """Host memory that the models of one accelerator may be offloaded to; a host slot has no other memory."""
+        """Host memory for offloaded models of one accelerator; a host slot has no other memory."""
         return 0.0 if self.gpu.kind == HOST_KIND else self.host_memory_bytes / self.num_gpus
 
     @property
@@ -204,8 +204,8 @@ class MachineSpec:
 class ClusterSpec:
     """Machines of one kind or several, and the network between them.
 
-    `inter_bandwidth_bytes_per_s` is what one machine sends in one direction, over all its network cards;
-    it is needed as soon as there are two machines. `link_efficiency` is the part of any link that collectives reach.
+    `inter_bandwidth_bytes_per_s` is one machine's bandwidth in one direction, over all its network cards;
+    two or more machines need it. `link_efficiency` is the part of any link that collectives reach.
 
     Raises:
         ConfigError: for no machine, a missing network, or a figure that is not positive.
@@ -231,7 +231,7 @@ class ClusterSpec:
 
     @classmethod
     def host(cls, slots: int, memory_bytes: int) -> ClusterSpec:
-        """This host as a cluster: `slots` processes with `memory_bytes` each, of kind `"cpu"`."""
+        """Returns this host as a cluster: `slots` processes with `memory_bytes` each, of kind `"cpu"`."""
         return cls(
             machines=(MachineSpec(gpu=host_gpu(memory_bytes=memory_bytes), num_gpus=slots, intra_latency_s=1e-4),)
         )
@@ -252,7 +252,7 @@ class ClusterSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A name for each of `machines`: its GPU's kind, and where several have that, a number: `a100-80#2`."""
+        """A name for each of `machines`: its GPU's kind, with a number if several share it: `a100-80#2`."""
         kinds = [machine.gpu.kind for machine in self.machines]
         return tuple(
             kind if kinds.count(kind) == 1 else f"{kind}#{kinds[: index + 1].count(kind)}"
@@ -265,7 +265,7 @@ class ClusterSpec:
         return sum(machine.total_gpus for machine in self.machines)
 
     def only(self, index: int) -> ClusterSpec:
-        """The part of the cluster with the machines of `machines[index]`; one machine that is all has no network."""
+        """Returns the part of the cluster with the machines of `machines[index]`; a single machine has no network."""
         network = self.inter_bandwidth_bytes_per_s
         if sum(machine.num_machines for machine in self.machines) == 1:
             network = None
@@ -284,17 +284,17 @@ class WorkloadSpec:
     `epochs` times, in `mini_batches` updates each time. `prompt_tokens` and `response_tokens` are the lengths
     of every sequence, or the largest ones where `prompt_lengths` or `response_lengths` say how they vary: equally
     likely lengths, such as quantiles or a sample.
-    `micro_batch_tokens` bounds what one forward pass of one rank takes (always at least one sequence).
+    `micro_batch_tokens` bounds the tokens of one forward pass on one rank (always at least one sequence).
     `largest_generation` bounds the sizes of a generation replica: by default at what the shipped engines run, without
-    pipeline stages (vLLM; SGLang 8 ways at most). Give larger sizes, or None for any, for an engine of your own.
+    pipeline stages (vLLM; SGLang 8 ways at most). Set larger sizes, or None for any, for an engine of your own.
     `max_generation_waves`: a layout whose KV cache is so small that a batch needs more rounds is out of memory.
     `pipeline_chunks` is the number of model chunks of each pipeline stage: above 1 the schedule is interleaved.
-    `recompute`: what backward computes again, all layers (full), attention or half of the multiplications
-    (selective), or nothing (none). `software`: what the training stack does. `adapters`: what is trained in place
+    `recompute`: activations that backward computes again: all layers (full), attention or half of the multiplications
+    (selective), or nothing (none). `software`: the training stack. `adapters`: adapters that are trained in place
     of the weights.
 
     Raises:
-        ConfigError: for a count below 1, or mini-batches that do not share the sequences out.
+        ConfigError: for a count below 1, or mini-batches that do not divide the sequences.
     """
 
     global_batch: int
@@ -356,7 +356,7 @@ class WorkloadSpec:
 
     @property
     def typical(self) -> WorkloadSpec:
-        """The workload with the mean lengths for every sequence; itself where lengths do not vary."""
+        """Returns the workload with mean lengths for every sequence; itself if lengths do not vary."""
         if not self.prompt_lengths and not self.response_lengths:
             return self
         prompts, responses = (

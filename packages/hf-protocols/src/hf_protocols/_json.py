@@ -1,4 +1,4 @@
-"""Reading JSON: one error for text that is none, and for what no reader can hold."""
+"""Reads JSON with one error for invalid text and for values that no reader can hold."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def show(value: object) -> str:
 
 
 def shorten(text: str, most: int = _MOST_SHOWN) -> str:
-    """Returns a text for a message, cut at 80 characters, or at `most`."""
+    """Returns a text for a message, truncated to 80 characters, or to `most`."""
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
@@ -83,7 +83,7 @@ def check_kind(error: Error, name: str, value: object, kind: type | UnionType, w
 
 
 def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted: str) -> tuple[Kind, ...]:
-    """The values, read once, if they are some and each is a `kind`."""
+    """Returns the values as a tuple, or refuses them if any is not a `kind`."""
     checked = tuple(values) if isinstance(values, Iterable) else None
     if checked is None or not all(isinstance(each, kind) for each in checked):
         raise error(f"{name}={show(values)}: give {wanted}")
@@ -91,19 +91,19 @@ def check_all(error: Error, name: str, values: object, kind: type[Kind], wanted:
 
 
 def check_name(error: Error, name: str, value: object) -> None:
-    """Refuse what is not text, or an empty one."""
+    """Refuses a value that is not a non-empty string."""
     if not isinstance(value, str) or not value:
         raise error(f"{name}={show(value)}: give a name")
 
 
 def check_count(error: Error, name: str, value: object, *, least: int = 1) -> None:
-    """Refuse what is not a whole number of at least `least`: True and 1.0 are none."""
+    """Refuses a value that is not an int of at least `least`; bools and floats are refused."""
     if type(value) is not int or value < least:
         raise error(f"{name}={show(value)} must be a whole number of at least {least}")
 
 
 def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
-    """The column names, if they are some; where a column `may_lack`, a name that ends in `?` says so."""
+    """Returns the column names as a tuple. With `may_lack`, a name that ends in `?` is an optional column."""
     if isinstance(columns, str):
         raise error(f"{name}={show(columns)} is one string: give a list of column names, [{show(columns)}]")
     names = tuple(columns) if isinstance(columns, Iterable) else None
@@ -117,14 +117,14 @@ def check_columns(error: Error, name: str, columns: object, *, may_lack: bool) -
 
 
 def check_number(error: Error, name: str, value: object, *, may_be_zero: bool = False) -> None:
-    """Refuse what is not a finite number above 0; 0 itself is one where it `may_be_zero`."""
+    """Refuses a value that is not a finite number above 0, or at least 0 with `may_be_zero`."""
     number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
     if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
         raise error(f"{name}={show(value)} must be a finite number {'of at least' if may_be_zero else 'above'} 0")
 
 
 def check_seconds(error: Error, name: str, value: object) -> None:
-    """Refuse what is not a number of seconds: every wait ends."""
+    """Refuses a value that is not a finite number of seconds."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST_SECONDS:
         raise error(
             f"{name}={show(value)} must be a finite number of seconds of at least 0 and at most {_MOST_SECONDS}"
@@ -132,7 +132,7 @@ def check_seconds(error: Error, name: str, value: object) -> None:
 
 
 def check_sizes(error: Error, num_rows: object, weights: Any = None) -> None:
-    """Refuse what the sizes alone show to be wrong, before any work for each row."""
+    """Refuses wrong sizes before any work for each row."""
     check_count(error, "num_rows", num_rows, least=0)
     if cast("int", num_rows) > sys.maxsize:
         raise error(f"num_rows={show(num_rows)} must be at most {sys.maxsize}")
@@ -145,7 +145,7 @@ def check_sizes(error: Error, num_rows: object, weights: Any = None) -> None:
 
 
 def check_weights(error: Error, weights: Any, num_rows: int) -> None:
-    """Refuse what is not one finite number of at least 0 for each row, or sums up to none."""
+    """Refuses weights that are not one finite number of at least 0 for each row, or whose sum overflows."""
     most = sys.float_info.max / max(1, num_rows)
     try:
         fit = _are_ordered(weights) and len(weights) == num_rows and all(0 <= weight <= most for weight in weights)
@@ -156,5 +156,5 @@ def check_weights(error: Error, weights: Any, num_rows: int) -> None:
 
 
 def _are_ordered(weights: object) -> bool:
-    """True for a list, an array or a tensor; False for what has keys, no order, or characters."""
+    """True for a list, an array or a tensor; False for mappings, unordered collections and strings."""
     return hasattr(weights, "__getitem__") and not isinstance(weights, Mapping | str | bytes | bytearray)

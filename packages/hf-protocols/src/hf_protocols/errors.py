@@ -9,7 +9,7 @@
     |-- PlanError               a mapping plan that cannot be read, met or found        (also a ValueError)
     |-- ProtocolError           a transfer protocol or a registration used wrongly      (also a ValueError)
     |-- BatchError              rows or columns of a batch that do not fit              (also a ValueError)
-    |-- RewardError             a reward function that raised or answered nonsense
+    |-- RewardError             a reward function that raised or returned wrong values
     |-- BackendError            a training or generation backend that refuses
     |   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
     |   |-- ModelError                files of a model or tokenizer that cannot be used  (also a ValueError)
@@ -20,7 +20,7 @@
     `-- WorkerError             a call that failed on a rank
         `-- WorkerTimeoutError  a call, or a start, that passed its deadline
 
-A message says what was given, what failed and which knob to turn.
+A message states the given value, the rule that it breaks and what to do.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ class ProtocolError(HybridFlowError, ValueError):
 
 
 class BatchError(HybridFlowError, ValueError):
-    """Rows or columns of a batch that do not fit what is asked of them."""
+    """Rows or columns of a batch that do not fit the request."""
 
 
 class RewardError(HybridFlowError):
-    """A reward function that raised, or whose answer is not one finite number per response."""
+    """A reward function that raised, or did not return one finite number per response."""
 
 
 class BackendError(HybridFlowError):
-    """A training or generation backend that cannot do what it was asked."""
+    """A training or generation backend that cannot do what was requested."""
 
 
 class BackendUnavailableError(BackendError):
@@ -103,7 +103,7 @@ class NonFiniteLossError(BackendError):
 
 
 class PoolError(HybridFlowError):
-    """Slots that were asked of a cluster that does not have them."""
+    """Slots that a cluster does not have."""
 
 
 class WorkerError(HybridFlowError):

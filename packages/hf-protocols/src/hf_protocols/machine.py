@@ -26,7 +26,7 @@ class MachineLimits:
 
     Attributes:
         memory_bytes: memory of the machine, or the smallest limit of the container.
-        available_memory_bytes: memory of that which can still be taken. Caches that the kernel would give up count as
+        available_memory_bytes: memory that is still free. Caches that the kernel can drop count as
             free.
         num_cpus: whole cores, at least 1: the smallest of the allowed cores and the container's quota.
         max_threads: threads, of the container or of the user (`ulimit -u`).
@@ -43,7 +43,7 @@ class MachineLimits:
 
 
 def read_machine_limits(root: str | Path = "/") -> MachineLimits:
-    """Read the limits of this process.
+    """Returns the limits of this process.
 
     Args:
         root: folder that holds `proc` and the mounted control groups.

@@ -8,10 +8,10 @@ __all__ = ["merge_metrics"]
 
 
 def merge_metrics(parts: Iterable[Mapping[str, tuple[float, float]]]) -> dict[str, tuple[float, float]]:
-    """Pairs of (sum, count) by name, to be divided once all have come.
+    """Merges pairs of (sum, count) by name, which are divided at the end.
 
-    Sums are added and counts are; of a name that ends in `_max` the pair with the largest quotient is kept. A pair
-    whose count is zero says nothing of a largest; one that is not a number stays, as it would in a sum.
+    Sums and counts are added. For names that end in `_max` the pair with the largest quotient is kept: pairs with a
+    count of zero are ignored, and NaN is kept, as it would be in a sum.
     """
     merged: dict[str, tuple[float, float]] = {}
     for part in parts:

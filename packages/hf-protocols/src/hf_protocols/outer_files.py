@@ -1,4 +1,4 @@
-"""Files that others wrote: JSON objects, read with one error, and what may lie in the place of a file."""
+"""Files from outside: JSON objects read with one error, and files that stand in for others."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def describe_stand_in(head: bytes) -> str | None:
 
 
 def check_is_itself(error: type[HybridFlowError], file: Path, *, name: str | None = None) -> None:
-    """Refuses a file that is absent, no regular file, or a stand-in, by its first bytes.
+    """Refuses a file that is absent, not a regular file, or a stand-in, by its first bytes.
 
     Args:
         error: what is raised.
@@ -58,7 +58,7 @@ def check_is_itself(error: type[HybridFlowError], file: Path, *, name: str | Non
 
 
 def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | None = None) -> dict[str, Any]:
-    """The JSON object that a UTF-8 file holds.
+    """Returns the JSON object in a UTF-8 file.
 
     Args:
         error: what is raised.
@@ -66,7 +66,7 @@ def read_json_object(error: type[HybridFlowError], file: Path, *, name: str | No
         name: of the file in messages; its path by default.
 
     Raises:
-        error: if the file is absent, no regular file, a stand-in for the file itself, or holds something else.
+        error: if the file is absent, not a regular file, a stand-in, or holds something else.
     """
     shown = name or str(file)
     text = _read(error, file, shown)

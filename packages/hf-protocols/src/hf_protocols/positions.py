@@ -22,7 +22,7 @@ _ALREADY_STRETCHED = ("gemma3", "gemma3_text")
 
 
 def compute_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions of a model by its `config.json`; None where the configuration states no length.
+    """Returns the positions of a model by its `config.json`; None if the configuration states no length.
 
     `max_position_embeddings` stands below for `n_positions` and `max_seq_len`, too.
 

@@ -11,7 +11,7 @@ _LEAST_SIMILARITY = 0.6
 
 
 def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]:
-    """Those of `known` that `name` may be a misspelling of: those that it begins first, then the most similar.
+    """Returns names in `known` that `name` may misspell: first those that begin with it, then the most similar.
 
     Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away misleads. Of two names
     that are equally near, one of the same letters comes first. A part that all names share, such as a section, raises

@@ -32,11 +32,11 @@ def check_transfer_protocol(
     copies: int = 1,
     replicated_over: Sequence[Axis] = (),
 ) -> None:
-    """Check one protocol on one topology.
+    """Checks one protocol on one topology.
 
     The laws, in addition to the checks of `TransferProtocol` on every result (a selection for every rank; collected
-    ranks exist and stand once; rows are in range and go to ranks that are called): none twice on one rank; no row is
-    left out; equal calls give equal answers; with an identity worker a concatenated result has every row
+    ranks exist and stand once; rows are in range and go to ranks that are called): no row twice on one rank; no row is
+    left out; equal calls return equal results; with an identity worker a concatenated result has every row
     `copies` times, and once routed to a single consumer it has the input's order; ranks along `replicated_over`
     get the same rows; with `weights` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes
     differ by at most one.

@@ -29,7 +29,7 @@ class TransitionCost:
 def compute_transition_cost(
     parameter_bytes: float, topology: Topology, method: Method = "hybridflow"
 ) -> TransitionCost:
-    """The row of Table 2 for `method`: M is `parameter_bytes`, the whole model in the weights' dtype.
+    """Returns the row of Table 2 for `method`: M is `parameter_bytes`, the whole model in the weights' dtype.
 
     ====================  =========================  =============  ==========
     method                received per rank          peak           redundancy
@@ -42,7 +42,7 @@ def compute_transition_cost(
     with t, p, d the training sizes and t', p' the generation sizes. Where t'p' = 1, hybridflow-v keeps its whole
     gather, which contains the training shard: the same volume and no redundancy. Elsewhere its redundancy is the
     paper's bound: layouts such as t' = t, p' = 1, whose vanilla groups happen to hold the
-    training shards, are free of it.
+    training shards, have no redundancy.
 
     Raises:
         TopologyError: for an unknown method, or sizes that do not nest (`plan_transition` of hf-engine is exact
