@@ -1,4 +1,4 @@
-"""What a program is told of a failure: its cause, whoever else died or failed of it."""
+"""Failures as a program sees them: the cause is reported, even if other ranks died or failed of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a group says when a rank raises, dies or hangs; and that it can be built again afterwards."""
+"""Reports of a group of which a rank raises, dies or hangs; and building the group again afterwards."""
 
 from __future__ import annotations
 

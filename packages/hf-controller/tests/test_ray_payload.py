@@ -1,4 +1,4 @@
-"""What passes through the controller is small, however large the batch; counted in its process, where Ray packs it."""
+"""Payload of the controller is small, however large the batch; counted in its process, where Ray packs it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_closed_store_serves_nobody():
 
 
 class Place(NamedTuple):
-    """Where a tensor's memory lies: the mapped file, whether it is shared, and the tensor's first byte in it."""
+    """Location of a tensor's memory: the mapped file, its sharing, and the tensor's first byte in it."""
 
     file: tuple[str, int]
     path: str

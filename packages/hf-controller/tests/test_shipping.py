@@ -40,7 +40,7 @@ def test_import_path_names_the_working_directory(monkeypatch):
 
 @pytest.mark.parametrize(("name", "is_found"), [("my_workers_of_this_test", True), ("tomllib", False)])
 def test_module_hidden_in_workers_is_not_importable(script_folder, monkeypatch, name, is_found):
-    """What the program finds first in its own folder is another module in a worker, if one is installed."""
+    """The program's own folder hides a module that workers import, if one of that name is installed."""
     (script_folder / f"{name}.py").write_text("VALUE = 1\n")
     monkeypatch.delitem(sys.modules, name, raising=False)
     importlib.invalidate_caches()

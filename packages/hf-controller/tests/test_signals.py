@@ -51,7 +51,7 @@ def test_ctrl_c_that_was_ignored_stays_ignored():
 
 
 def swallow(kind: int) -> None:
-    """What a library should not do."""
+    """Swallows an interrupt, as a library should not do."""
     with contextlib.suppress(BaseException):
         signal.raise_signal(kind)
 

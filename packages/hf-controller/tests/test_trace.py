@@ -14,7 +14,7 @@ POOL, OTHER_POOL = (ResourcePool([1], device="cpu", name="gpus") for _ in range(
 
 
 class Call:
-    """What a trace keeps of a call that runs elsewhere."""
+    """Call as a trace keeps it while it runs elsewhere."""
 
     def __init__(self, call_id: int = 1, pool: ResourcePool = POOL, failure: Failure | None = None) -> None:
         self.call_id = call_id

@@ -49,7 +49,7 @@ def test_a_shard_describes_its_columns():
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_metadata_and_lengths_take_at_most_eight_bytes_a_row(step):
-    """What a consumer needs to know before it fetches rows: which rows lie here, and how long they are."""
+    """Covers what a consumer needs before it fetches rows: the rows' places and their lengths."""
     num_rows = 3000
     tokens = torch.nested.nested_tensor([torch.arange(row % 5) for row in range(num_rows)], layout=torch.jagged)
     batch = TensorDict({"tokens": tokens, "logprobs": tokens * 0.5, "wide": torch.zeros(num_rows, 64)}, [num_rows])

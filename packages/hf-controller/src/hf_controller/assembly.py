@@ -32,7 +32,7 @@ class Part:
 
 
 class Assembly:
-    """How the rows of one or more columns follow from arrays; index tensors are computed once for all of them.
+    """Assembles the rows of one or more columns from arrays; index tensors are computed once for all columns.
 
     Args:
         parts: what to take, in the order of the result.

@@ -36,7 +36,7 @@ _GRACE_S = 0.5
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet.
+    """Meeting point of ranks.
 
     Attributes:
         address: of the rank that listens.

@@ -26,7 +26,7 @@ class BatchArgument:
 
     expression: Expression
     whole: bool = False
-    """Whether the rank takes every row, because the caller chose this batch for this rank."""
+    """True if the rank takes every row, because the caller chose this batch for this rank."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StoredArgument:
 
 
 class Call(NamedTuple):
-    """What one rank is told. Handles are nested in it: how their contents reach the rank is the executor's choice.
+    """Call as one rank receives it. The executor chooses how the contents of nested handles reach the rank.
 
     Attributes:
         call_id: number of the call, counted by the controller.
@@ -240,7 +240,7 @@ def _is_column(value: Any, depth: int) -> bool:
 
 
 def _splits(protocol: TransferProtocol, topology: Topology) -> bool:
-    """Whether ranks get different rows of a large batch."""
+    """Returns True if ranks get different rows of a large batch."""
     num_rows = 1024 * topology.world_size
     try:
         return any(0 < len(rows) < num_rows for rows in protocol.distribute(topology, num_rows))
@@ -249,7 +249,7 @@ def _splits(protocol: TransferProtocol, topology: Topology) -> bool:
 
 
 def _has_rows(value: Any) -> bool:
-    """Whether it is an array of at least one dimension, or a list of such arrays or of batches."""
+    """Returns True for an array of at least one dimension, or a list of such arrays or of batches."""
     if isinstance(value, list | tuple):
         return any(hasattr(item, "dtype") and bool(item.shape) for item in value)
     return hasattr(value, "dtype") and bool(getattr(value, "shape", ()))

@@ -38,7 +38,7 @@ _MAX_NAMED = 5
 
 @dataclass(frozen=True)
 class Extent:
-    """What must be known of a source before rows can be located: its number of rows and its column names."""
+    """Facts about a source that are needed to locate rows: its number of rows and its column names."""
 
     num_rows: int
     columns: tuple[str, ...]
@@ -93,7 +93,7 @@ class Expression(ABC):
         return ()
 
     def parameters(self) -> tuple[Any, ...]:
-        """What makes up the node beside its children."""
+        """Returns the values that make up the node in addition to its children."""
         return ()
 
     @classmethod
@@ -124,7 +124,7 @@ class Expression(ABC):
         return _name_makers(self, self._columns, below, {})
 
     def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        """Where ``rows`` of each of ``columns`` come from, in order; ``columns`` must exist."""
+        """Finds the source segments of ``rows`` of each of ``columns``, in order; ``columns`` must exist."""
         measures = Measures(self, extents)
         found: dict[str, list[Segment]] = {name: [] for name in columns}
         stack = [Wanted(self, rows, {name: name for name in columns})]
@@ -143,7 +143,7 @@ class Expression(ABC):
         return list(dict.fromkeys(node.source for node in self.walk() if isinstance(node, Leaf)))
 
     def describe_makers(self) -> str:
-        """What made the sources below, for messages."""
+        """Returns the makers of the sources below, for messages."""
         makers = list(dict.fromkeys(source.maker for source in self.sources()))
         more = f" and {len(makers) - _MAX_NAMED} more" if len(makers) > _MAX_NAMED else ""
         return ", ".join(makers[:_MAX_NAMED]) + more
@@ -202,13 +202,13 @@ class Expression(ABC):
 
     @abstractmethod
     def _descend(self, wanted: Wanted, measures: Measures) -> list[Wanted]:
-        """What is wanted of this node, as wanted of its children, in order."""
+        """Translates a request for rows of this node into requests for rows of its children, in order."""
 
 
 def _name_makers(
     node: Expression, rule: Callable[[Sequence[Value], Extents], Value], below: Sequence[Value], extents: Extents
 ) -> Value:
-    """What ``rule`` answers; its error says where the batch comes from."""
+    """Returns the result of ``rule``; its error names the makers of the batch."""
     try:
         return rule(below, extents)
     except BatchError as error:

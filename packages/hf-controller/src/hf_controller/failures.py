@@ -1,4 +1,4 @@
-"""What went wrong on a rank, as a value that travels, and the exception it becomes on the controller."""
+"""Failure on a rank, as a value that travels, and the exception it becomes on the controller."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLOSED = "this executor is closed: make another, and ask for results before the 
 
 
 class Deadline(NamedTuple):
-    """How long a call may take from the moment at which nothing before it is left to wait for.
+    """Time that a call may take, counted from the end of everything that it waits for.
 
     Attributes:
         seconds: the time.
@@ -129,7 +129,7 @@ class Failure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether it is of our own tree: if all ranks of a call raise such an error, they agreed and go on."""
+        """True for an error of our own tree: if all ranks of a call raise such an error, they agreed and continue."""
         return bool(self.pickled)
 
     @classmethod
@@ -185,7 +185,7 @@ class Failure:
 
 
 def went_alike(called: Collection[int], failures: Mapping[int, Failure], passed_on: Collection[int]) -> bool:
-    """Whether the ranks of a call that is over went equally far, so that no collective is half done.
+    """Returns True if the ranks of a call that is over went equally far, so that no collective is half done.
 
     All refused, or passed on the failure of an input; or all came through the method, whatever became of its result.
 
@@ -201,14 +201,14 @@ def went_alike(called: Collection[int], failures: Mapping[int, Failure], passed_
 
 
 def describe_end(roles: Sequence[str], others: str, pools: Iterable[str]) -> str:
-    """What a group's first failure says of the group."""
+    """Describes the consequences of a group's first failure for the group."""
     built = ", ".join(repr(pool) for pool in dict.fromkeys(pools))
     group = f"the group{'s' * (len(roles) > 1)} {', '.join(roles)} ended with it{others}"
     return f"{group}. rebuild(executor, [pool]) builds the groups of pool {built} again"
 
 
 def diagnosed(build: Callable[[], str]) -> str:
-    """What `build` says of an error; where it fails itself, that it did: it never replaces the error."""
+    """Returns the text that `build` makes about an error, or a note of its own failure: it never replaces the error."""
     with Caught() as caught:  # of processes in any state
         return build()
     return f"(more could not be found out: {type(caught.error).__name__}: {caught.error})"

@@ -59,7 +59,7 @@ class PendingCall(Protocol):
         ...
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
-        """Why what it left cannot be read any more; None where what is lost is not its own, or nobody knows."""
+        """Returns the reason why the call's result is lost; None if the loss is not its own, or has no known reason."""
         ...
 
 
@@ -219,7 +219,7 @@ class BatchFuture:
 
 
 class CallFuture:
-    """What the futures of one call's small results share.
+    """Common base of the futures of one call's small results.
 
     Args:
         call: the call.
@@ -276,7 +276,7 @@ class ObjectFuture(CallFuture):
 
     @property
     def handle(self) -> Any:
-        """Where the object will lie."""
+        """Handle of the object."""
         return self._call.handles[0]
 
 
@@ -340,7 +340,7 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
 
 
 def _is_flag(row: Any) -> bool:
-    """Whether it is an entry of a mask."""
+    """Returns True for an entry of a mask."""
     return isinstance(row, bool) or str(getattr(row, "dtype", "")).endswith("bool")
 
 

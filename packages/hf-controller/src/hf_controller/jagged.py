@@ -12,7 +12,7 @@ __all__ = ["JaggedShape", "JaggedShapes", "compute_offsets"]
 
 
 class JaggedShape(NamedTuple):
-    """Where each row's tokens start, int64 [rows + 1], and how many the shortest and the longest row have."""
+    """Starts of each row's tokens, int64 [rows + 1], and the lengths of the shortest and the longest row."""
 
     offsets: torch.Tensor
     shortest: int

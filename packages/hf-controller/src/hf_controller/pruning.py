@@ -49,7 +49,7 @@ class _Task(NamedTuple):
 
 
 class _Cut(NamedTuple):
-    """What is left of a node: what to prune below it, and the node over what that left."""
+    """A pruned node: the tasks for its children, and the function that builds the node over their results."""
 
     below: Sequence[_Task]
     build: Callable[[Sequence[Expression]], Expression]

@@ -29,7 +29,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Stage(NamedTuple):
-    """What a host is at, for whoever asks why it does not answer."""
+    """Current activity of the rank, as `describe()` reports it."""
 
     call: Call | None
     doing: str
@@ -43,7 +43,7 @@ class Stage(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """How far a call came: what is not reached yet is 0."""
+    """Progress of a call: a stage that it has not reached is 0."""
 
     ready_s: float = 0.0
     fetched_s: float = 0.0

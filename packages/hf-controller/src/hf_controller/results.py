@@ -1,4 +1,4 @@
-"""What a method returned, checked against its registration and made ready to travel."""
+"""Results of methods, checked against their registration and made ready to travel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Value:
 
 
 Outcome = Shard | Metrics | Value | Failure | None
-"""What a call left on one rank; None on a rank that is not collected."""
+"""Result of a call on one rank; None on a rank that is not collected."""
 
 
 def publish(

@@ -1,4 +1,4 @@
-"""What ran when: one span per call and rank, and the Chrome trace of them."""
+"""Timeline of calls: one span per call and rank, and its Chrome trace."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 
 
 class CallReport(NamedTuple):
-    """What a rank tells the controller about a call: small, without a tensor.
+    """Report of a rank to the controller about a call: small, without a tensor.
 
     Attributes:
         span: when it ran.
@@ -135,7 +135,7 @@ class Watched(Protocol):
         """Wait for its end, and have the trace know why it failed, or that it is late; whether it was in time."""
 
     def find_failure(self) -> Failure | None:
-        """Why it failed, after waiting for its end, or for its first rank that failed."""
+        """Returns the reason why the call failed, after waiting for its end or for its first rank that failed."""
 
 
 class _Untold(NamedTuple):
@@ -215,7 +215,7 @@ class Trace:
         self._settle(failure.origin, failure)
 
     def explain(self, call: Watched, failure: Failure) -> None:
-        """Why a call failed for whose result nobody asked, whatever its ranks report."""
+        """Records the reason why a call failed whose result was never requested, for all reports of its ranks."""
         own = f"call {call.call_id}"
         if failure.origin == own:
             self._untold.pop(own, None)  # what a rank said of it
@@ -230,7 +230,7 @@ class Trace:
         self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}
 
     def find_cause(self, failure: Failure) -> Failure:
-        """What the program is told of the call that failed, where another one was passed on what a rank said of it."""
+        """Returns the failure to report for a call that was passed on a rank's failure: its own call's, if known."""
         if failure.origin in self._told:
             return self._told[failure.origin]
         found = next((call for call in self.find_unsettled() if f"call {call.call_id}" == failure.origin), None)

@@ -86,18 +86,18 @@ class SliceRequest:
 
 @dataclass(frozen=True)
 class SliceReply:
-    """What was requested: the rows' values of each column, and their lengths by position."""
+    """Reply to a request for a slice: the rows' values of each column, and their lengths by position."""
 
     values: Sequence[Any]
     lengths: Mapping[int, Any]
 
 
 class ObjectStore(Protocol):
-    """Where batches lie between calls."""
+    """Storage of batches between calls."""
 
     @property
     def origin(self) -> Any:
-        """Where this process's objects lie: travels with a shard's metadata."""
+        """Location of this process's objects; it travels with a shard's metadata."""
         ...
 
     def put(self, value: Any) -> Any:
@@ -121,7 +121,7 @@ class ObjectStore(Protocol):
         ...
 
     def is_far(self, origin: Any) -> bool:
-        """Whether objects of ``origin`` are on another machine and can be had in slices."""
+        """Returns True if objects of ``origin`` are on another machine and available in slices."""
         ...
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:

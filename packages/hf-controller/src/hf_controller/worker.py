@@ -24,7 +24,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerContext:
-    """What a rank knows of itself.
+    """A rank's view of itself.
 
     Attributes:
         role: the role's name, such as ``"actor"``.
@@ -53,7 +53,7 @@ class WorkerContext:
 
     @property
     def coordinate(self) -> Coordinate:
-        """Where this rank stands on every axis."""
+        """This rank's position on every axis."""
         return self.topology.coordinate(self.rank)
 
     @contextmanager
@@ -86,7 +86,7 @@ class Worker:
 
     @classmethod
     def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
-        """Whether a worker with these arguments uses a library that keeps its training layout in globals.
+        """Returns True if a worker with these arguments uses a library that keeps its training layout in globals.
 
         ``fused=True`` with a role of another training layout is then refused, before any process starts.
         """
@@ -121,13 +121,13 @@ def as_pieces(method: Method) -> Method:
 
 
 def takes_pieces(method: Callable[..., Any]) -> bool:
-    """Whether ``method`` is marked with :func:`as_pieces`."""
+    """Returns True if ``method`` is marked with :func:`as_pieces`."""
     return bool(getattr(method, _PIECES, False))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """How the ranks of one role are built.
+    """Specification of the ranks of one role.
 
     Attributes:
         worker: the class; it is constructed on every rank as ``worker(context, **kwargs)``.

@@ -16,7 +16,7 @@ __all__ = ["GroupExecutor", "WorkerGroup"]
 
 
 class GroupExecutor(Protocol):
-    """What a group asks of its executor."""
+    """Requests of a group to its executor."""
 
     def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call; the answer is a future."""

@@ -1,4 +1,4 @@
-"""What every executor does alike: count calls, build their messages, and wrap what comes back."""
+"""Common base of all executors: counts calls, builds their messages and wraps the results."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ class Executor(ABC):
 
     @abstractmethod
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
-        """What stands on ``pool``, as :meth:`build_groups` takes it: the roles of each set of processes together."""
+        """Returns the groups on ``pool`` as :meth:`build_groups` takes them: the roles of each set of processes."""
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
-        """What each rank of ``group`` is at, its process, machine and log, and the Python stack of its call.
+        """Returns each rank's activity, process, machine and log, and the Python stack of its call.
 
         It is asked beside the calls. A rank that does not answer in time is described as such, with its last call. The
         in-process executor has nothing to describe.

@@ -1,4 +1,4 @@
-"""What a rank has of its own in a process of its own, for ranks that share one: random numbers and objects."""
+"""Private state of ranks that share a process: each rank has its own random numbers and copies of objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What checks compare with: batches of every kind of column, and requirements that name what differs."""
+"""Expected values of checks: batches of every kind of column, and comparisons that name the difference."""
 
 from __future__ import annotations
 

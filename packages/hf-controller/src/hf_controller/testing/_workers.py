@@ -186,7 +186,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=RANK_ZERO, returns="object")
     def answer(self, value: Any) -> Any:
-        """What it is given, with the worker's own settings."""
+        """Returns its argument, with the worker's own settings."""
         known = (self.context.device, self.context.seed, self.context.pool, self.context.coordinate)
         return {"value": value, "scale": self.scale, "drawn": self.drawn, "known": known}
 

@@ -51,7 +51,7 @@ class Slicer:
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """How a host set is built; equal on all of its ranks.
+    """Settings that build a host set; equal on all of its ranks.
 
     Attributes:
         specs: pickled ``{role: WorkerSpec}``.
@@ -80,7 +80,7 @@ class Construction:
 
 @dataclass(frozen=True, kw_only=True)
 class Joining:
-    """How a connection is made, for the ranks of one role.
+    """Settings of a connection, for the ranks of one role.
 
     Attributes:
         name: the connection's name.
@@ -252,7 +252,7 @@ class HostActor:
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:
-        """What this rank is at, and the Python stack of its call; answered while a call runs."""
+        """Returns this rank's activity and the Python stack of its call; works while a call runs."""
         stage = str(self._host.stage) if self._host is not None else "being constructed"
         frame = sys._current_frames().get(self._thread or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -260,7 +260,7 @@ class HostActor:
 
     @ray.method(concurrency_group="service")
     def locate(self) -> Location:
-        """Where this process is."""
+        """Returns the location of this process."""
         return find_location()
 
     @ray.method(concurrency_group="slices")
@@ -307,7 +307,7 @@ class HostActor:
 
 
 def _torchrun_environment(rank: int, construction: Construction, rendezvous: Rendezvous | None) -> dict[str, str]:
-    """What engines that expect torchrun look for. A GPU process sees its own GPU only, as number 0."""
+    """Returns the variables that torchrun sets. A GPU process sees its own GPU only, as number 0."""
     machine_of = [machine for machine, count in enumerate(construction.slots) for _ in range(count)]
     machine = machine_of[rank]
     local_rank, local_size = rank - machine_of.index(machine), construction.slots[machine]

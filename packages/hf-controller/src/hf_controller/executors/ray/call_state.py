@@ -1,4 +1,4 @@
-"""What the controller knows of a call that its ranks got."""
+"""Progress of a call on its ranks, as the controller knows it."""
 
 from __future__ import annotations
 
@@ -74,22 +74,22 @@ class CallState:
 
     @property
     def origin(self) -> str:
-        """What it is called as a :class:`Failure`'s origin."""
+        """The call's name as a :class:`Failure`'s origin."""
         return f"call {self.call_id}"
 
     @property
     def is_over(self) -> bool:
-        """Whether it failed, or every rank answered."""
+        """True if the call failed, or every rank answered."""
         return self.failure is not None or not (self.has_failed or self.find_unread())
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank failed."""
+        """True if a rank failed."""
         return bool(self.failures or self.lost)
 
     @property
     def can_hang(self) -> bool:
-        """Whether its ranks may wait for each other: all ranks of a group that has a process group."""
+        """True if the ranks may wait for each other: all ranks of a group that has a process group."""
         return self.host_set.meets_peers and len(self.answers) == len(self.host_set.processes)
 
     @property
@@ -130,7 +130,7 @@ class CallState:
         return Failure.of(error, role=self.role, method=self.method, rank=rank, origin=self.origin)
 
     def describe_unread(self) -> str:
-        """What became of inputs that were spilled to disk and are not in memory; nothing where that is not known.
+        """Describes inputs that were spilled to disk and are not in memory; empty if Ray does not know.
 
         Ray knows nothing of an input whose future the program dropped.
         """

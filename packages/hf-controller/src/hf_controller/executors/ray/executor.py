@@ -203,7 +203,7 @@ class RayExecutor(Executor):
             raise undone.error
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
-        """What each rank is at; see :meth:`Executor.describe`."""
+        """Returns the activity of each rank; see :meth:`Executor.describe`."""
         check_kind(PoolError, "group", group, WorkerGroup, "a group of this executor")
         processes = self._host_set_of(group).processes
         told = describe_processes(processes, self._inquirer, timeout_s)

@@ -33,7 +33,7 @@ DEATH_IS_KNOWN_S = 20.0
 
 
 class Location(NamedTuple):
-    """Where a process is."""
+    """Machine, process id and log of a process."""
 
     pid: int
     address: str
@@ -45,7 +45,7 @@ class Location(NamedTuple):
 
 
 def find_location() -> Location:
-    """Where this process is; its log is the file that its standard error goes to."""
+    """Returns the location of this process; its log is the file that its standard error goes to."""
     address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
     try:
         log = os.readlink("/proc/self/fd/2")
@@ -95,11 +95,11 @@ class HostProcess:
 
     @property
     def is_watched(self) -> bool:
-        """Whether its end is seen from here, as that of a process of this machine; else Ray alone tells it."""
+        """True if the process's end is seen from here, on this machine; otherwise only Ray reports it."""
         return self._is_here
 
     def find_end(self) -> ProcessEnd | None:
-        """How it ended by itself; None while it lives, was ended, or is on another machine."""
+        """Returns how the process ended by itself; None while it lives, if we ended it, or on another machine."""
         if self.was_ended or not self._is_here:
             return None
         if self._watch is None:
@@ -119,7 +119,7 @@ class HostProcess:
         return end
 
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP holds it, where that can be seen from here."""
+        """Returns True if a signal such as SIGSTOP holds the process, as far as that can be seen from here."""
         return self._watch is not None and self._watch.is_stopped()
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ class HostProcess:
             self._watch.close()
 
     def find_location(self) -> Location | None:
-        """Where it is, if it ever said so."""
+        """Returns the location that the process reported; None if it never did."""
         try:
             location: Location = ray.get(self._location, timeout=0)
         except RayError:
@@ -142,7 +142,7 @@ class HostProcess:
         return location
 
     def describe_location(self) -> str:
-        """Where it is, as far as it ever said."""
+        """Describes the location that the process reported, if it did."""
         return str(self.find_location() or "a process that never started")
 
 
@@ -177,7 +177,7 @@ def find_maker(error: RayError) -> str:
 
 
 def own_origin() -> str:
-    """What the controller calls this process as a :class:`Failure`'s origin."""
+    """Returns the controller's name for this process as a :class:`Failure`'s origin."""
     return _origin_of(ray.get_runtime_context().get_actor_id())
 
 

@@ -134,7 +134,7 @@ class HostSet:
 
     @property
     def meets_peers(self) -> bool:
-        """Whether a rank may wait for another one."""
+        """True if a rank may wait for another one."""
         return self._has_process_group or bool(self._connections)
 
     def list_joined(self) -> list[HostSet]:
@@ -145,7 +145,7 @@ class HostSet:
         return list(dict.fromkeys(joined))
 
     def is_ready(self) -> bool:
-        """Whether all workers are constructed."""
+        """Returns True if all workers are constructed."""
         if self.constructing:
             handles = list(self.constructing)
             if ray.wait(handles, num_returns=len(handles), timeout=0)[1]:
@@ -190,14 +190,14 @@ def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: b
 
 
 class Undone(NamedTuple):
-    """Why some processes are not done with what they were asked, and which failed or are late."""
+    """Reason for which some processes are not done with a request, and the ones that failed or are late."""
 
     failure: Failure
     processes: Sequence[HostProcess]
 
     @property
     def error(self) -> HybridFlowError:
-        """What to raise."""
+        """The error to raise."""
         return self.failure.to_error()
 
 

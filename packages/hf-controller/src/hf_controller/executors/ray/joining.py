@@ -1,4 +1,4 @@
-"""Which groups can be connected, and what each of their ranks is told."""
+"""Connections between groups: checks which can be connected, and plans each rank's part."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_connection(first: WorkerGroup, second: WorkerGroup, host_sets: Sequenc
 def plan_joinings(
     first: WorkerGroup, second: WorkerGroup, name: str, *, on_one_machine: bool, timeout_s: float
 ) -> list[Joining]:
-    """How a connection is made, for the ranks of each group."""
+    """Plans a connection, for the ranks of each group."""
     border, end = first.world_size, first.world_size + second.world_size
     joining = Joining(
         name=name,

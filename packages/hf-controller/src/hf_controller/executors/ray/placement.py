@@ -18,7 +18,7 @@ from hf_protocols.arguments import show
 __all__ = ["PlacedPool", "place"]
 
 _SLOT_SHARE = 0.05
-"""What one process takes of its slot, so that several host sets fit on it."""
+"""Part of a slot that one process takes, so that several host sets fit on it."""
 
 _SLICE_S = 0.05
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
@@ -44,7 +44,7 @@ class PlacedPool:
         self.on_one_machine = len(self.nodes) == 1
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Where an actor of ``rank`` goes: actor options."""
+        """Returns the actor options that place an actor of ``rank``."""
         machine = self.pool.machines[rank]
         slot = rank - sum(self.pool.slots[:machine])
         strategy = PlacementGroupSchedulingStrategy(self._groups[machine], placement_group_bundle_index=slot)
@@ -107,7 +107,7 @@ def _remove(groups: Iterable[PlacementGroup]) -> None:
 
 
 def _could_ever_fit(pool: ResourcePool, unit: dict[str, float], own: Sequence[ResourcePool]) -> bool:
-    """Whether there is room when every other program has left; pools of this one stay until it releases them."""
+    """Returns True if there is room once every other program has left; pools of this one count as taken."""
     total = _total()
     held = {kind: sum(o.num_slots for o in own if kind == "CPU" or o.device == "cuda") for kind in unit}
     largest = {kind: max((node["Resources"].get(kind, 0) for node in _alive()), default=0) for kind in unit}

@@ -1,4 +1,4 @@
-"""How a process of this machine ended: its exit code or signal, although another process is its parent."""
+"""End of a process of this machine: its exit code or signal, although another process is its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WANTS_EXIT = 1 << 3
 
 
 class ProcessEnd(NamedTuple):
-    """How a process ended; nothing is set where the system does not say.
+    """End of a process; nothing is set where the system does not say.
 
     Attributes:
         exit_code: of a process that ended by itself.
@@ -65,14 +65,14 @@ class ProcessWatch:
         self._end: ProcessEnd | None = None
 
     def find_end(self) -> ProcessEnd | None:
-        """How it ended; None while it lives."""
+        """Returns the process's end; None while it lives."""
         if self._end is None and select.select([self._file], [], [], 0)[0]:
             self._end = self._read_end()
             os.close(self._file)
         return self._end
 
     def is_stopped(self) -> bool:
-        """Whether a signal such as SIGSTOP holds it."""
+        """Returns True if a signal such as SIGSTOP holds the process."""
         return is_stopped(self._pid)
 
     def kill(self) -> None:
@@ -103,7 +103,7 @@ class ProcessWatch:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP holds a process of this machine."""
+    """Returns True if a signal such as SIGSTOP holds a process of this machine."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:

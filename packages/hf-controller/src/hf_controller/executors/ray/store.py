@@ -72,7 +72,7 @@ def _reseal(packed: bytes) -> Sealed:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchHandle:
-    """Where one rank's part of a batch will be.
+    """Handle of one rank's part of a batch.
 
     Attributes:
         metadata: reference of the answer with the shard's metadata, or the failure, for readers on other machines;
@@ -114,7 +114,7 @@ class _Fetched:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where objects lie: a machine, the actor there that cuts slices of them, if there is one, and who made them."""
+    """Location of objects: their machine, the actor there that serves slices of them, if any, and their maker."""
 
     node: str
     slicer: str | None
@@ -202,7 +202,7 @@ class RayStore:
             )
 
     def is_far(self, origin: Origin) -> bool:
-        """Whether objects of ``origin`` are on another machine, and somebody there cuts slices."""
+        """Returns True if objects of ``origin`` are on another machine where an actor serves slices."""
         return origin.slicer is not None and origin.node != self.origin.node
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
@@ -233,7 +233,7 @@ class HostStore(RayStore):
 
 
 def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
-    """What a call answers to readers on other machines, and to those on its own: metadata, and metadata with arrays.
+    """Packs a call's result: metadata for readers on other machines, metadata with arrays for those on its own.
 
     A large shard is one object with its metadata, as fast as a bare result; of a small one the arrays are put apart.
     """
@@ -246,7 +246,7 @@ def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
 
 
 def describe_unread(references: Sequence[Any]) -> str:
-    """What a message says of objects that were spilled to disk and asked for, and are not in memory; else nothing.
+    """Describes objects that were spilled to disk, requested, and are not in memory; empty if there are none.
 
     Ray tries for ever to read a file that is gone.
     """
@@ -283,7 +283,7 @@ def _first_reference(handle: Any) -> Any:
 
 
 def _open(handle: Any, value: Any) -> Any:
-    """What a reader wants of a handle's value: an object, a shard whose arrays can be had, or a failure."""
+    """Returns a handle's contents for a reader: an object, a shard with available arrays, or a failure."""
     if isinstance(handle, BatchHandle) and handle.metadata is not None:
         # Imported here: the wire knows the store's references.
         from hf_controller.executors.ray.wire import unpack_answer

@@ -156,7 +156,7 @@ class Supervisor:
         return self._makers.get(maker)
 
     def describe_late(self, call: CallState) -> str:
-        """What the ranks are at that have not answered, and those that compute meanwhile."""
+        """Describes the activity of the ranks that have not answered, and of those that compute meanwhile."""
         return diagnosed(lambda: self._describe_late(call, list(call.find_unread())))
 
     def _read_answers(self, calls: Iterable[CallState]) -> None:
@@ -183,7 +183,7 @@ class Supervisor:
         return False
 
     def _await_death(self, host_set: HostSet) -> None:
-        """What it made is lost, so it is gone, or will be soon."""
+        """Waits for the end of a host set whose results are lost: its process is gone, or will be soon."""
         ends_s = time.monotonic() + _SETTLING_S
         while host_set.failure is None and not self._find_death(host_set):
             if time.monotonic() > ends_s:
@@ -228,7 +228,7 @@ class Supervisor:
         return next((each for each in given if rank in each.find_unread() or rank in each.failures), None)
 
     def _judge(self, call: CallState, passed_s: float = 0.0) -> None:
-        """Whether a call failed, and its group with it."""
+        """Decides if a call failed, and its group with it."""
         if call.failure is None and call.host_set.failure is not None and (call.has_failed or call.find_unread()):
             call.failure = call.host_set.failure
         if call.failure is not None or not call.has_failed:
@@ -254,7 +254,7 @@ class Supervisor:
         self._settle(call)
 
     def _lost_input(self, call: CallState, rank: int) -> Failure:
-        """Why Ray could not bring a rank its inputs."""
+        """Returns the reason why Ray could not bring a rank its inputs."""
         error = call.lost[rank]
         maker = find_maker(error)
         made_by = self._makers.get(maker)
@@ -351,7 +351,7 @@ class Supervisor:
                 call.failure = call.choose(call.failures)
 
     def _describe_others(self, members: Sequence[HostSet], failure: Failure) -> str:
-        """What the other ranks were at, as far as it is known here."""
+        """Describes the activity of the other ranks, as far as it is known here."""
         said = []
         for host_set in members:
             for process in host_set.processes:

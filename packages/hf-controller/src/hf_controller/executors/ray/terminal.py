@@ -16,7 +16,7 @@ __all__ = ["drop_ray_lines", "quiet_ray", "without_quiet"]
 
 _LOG_LEVEL, _QUIETEST = "RAY_BACKEND_LOG_LEVEL", "fatal"
 _RAY_LINE = re.compile(r"\[\d{4}-\d\d-\d\d [\d:,.]+ [A-Z] \d+ \d+\] ")
-"""How lines of Ray's own code begin, in the processes of workers and of the program, too."""
+"""Matches the start of lines of Ray's own code, in the processes of workers and of the program."""
 
 
 @contextmanager

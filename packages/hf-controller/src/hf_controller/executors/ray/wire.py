@@ -105,7 +105,7 @@ def pack_once(call: Call) -> tuple[Any, ...]:
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether the call has no argument, or figures and words only: Python's own pickler is several times faster."""
+    """Returns True if all arguments are numbers and words: Python's own pickler is several times faster then."""
     given = (*call.args, *call.kwargs.values(), *call.labels.values())
     return not call.after and all(type(value) in _PLAIN_TYPES for value in given)
 
