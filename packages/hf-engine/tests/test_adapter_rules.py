@@ -1,4 +1,4 @@
-"""Who takes adapters unmerged, and the layout that holds them."""
+"""Support for unmerged adapters in each backend, and the layout that holds them."""
 
 from __future__ import annotations
 

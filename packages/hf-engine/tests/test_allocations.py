@@ -19,7 +19,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
 
 
 def taken_bytes(act):
-    """How often `act` allocated which sizes above the limit, on this thread."""
+    """Counts the allocations of `act` above the limit by size, on this thread."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         act()
     events = profiler.profiler.kineto_results.events()
@@ -27,7 +27,7 @@ def taken_bytes(act):
 
 
 def enter_and_leave(model, backend, sizes, training_weights):
-    """What the second, third and fourth transition allocate, and the sizes of this rank's shards above the limit."""
+    """Returns allocations of the second to fourth transition, and the sizes of this rank's shards above the limit."""
     topology = Topology(ParallelSpec.parse(sizes), GenerationSpec())
     train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=1e-3))
     rollout = load_rollout_backend("transformers").build(model, topology=topology)

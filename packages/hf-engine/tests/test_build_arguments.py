@@ -1,4 +1,4 @@
-"""What every backend refuses before it reads or starts anything."""
+"""Arguments that every backend refuses before it reads or starts anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is written to directories and read from them: other people's files, damaged ones, and different paths."""
+"""Model directories: other people's files, damaged ones, and different paths, in writing and reading."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_crash_between_the_renames_loses_no_model(ranks1, tmp_path, meanwhile)
 
 
 def write_after_a_crash_behind_renames(target):
-    """What was replaced is a leftover, unless somebody put files there."""
+    """Checks that the replaced directory is a leftover, unless somebody put files there."""
     write_model(target, "earlier")
     replaced, _ = crash_after_renames(2, target, "newer")
     (replaced / "notes.txt").write_text("mine")

@@ -143,7 +143,7 @@ def fill_the_smallest_bucket(dtype, bucket_bytes):
 
 
 def order_of_work():
-    """Which round is started and which is copied into place, in the order in which a rank does it."""
+    """Returns the order in which a rank starts rounds and copies them into place."""
     rank, log = dist.get_rank(), []
     plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
     executor = ReshardExecutor(plan, bucket_bytes=64)
@@ -255,7 +255,7 @@ def test_the_group_must_hold_every_peer(ranks3):
 
 
 def mistake_on_rank_1(rank):
-    """What rank 1 alone is given, and what every rank says of it; the others learn who and why."""
+    """Yields the wrong arguments of rank 1, and the message of every rank; the others learn who and why."""
     plan = plan_reshard(fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2)))
     full = numbered_weights(SHARDED)
     held, wanted = cut_weights(plan.source, rank, full), empty_weights(plan.target, rank)

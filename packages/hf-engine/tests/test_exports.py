@@ -1,4 +1,4 @@
-"""What an export keeps of the model it came from: dtypes, the generation configuration, and ends that are padding."""
+"""Parts of the source model that an export keeps: dtypes, the generation configuration, and padding ends."""
 
 from __future__ import annotations
 

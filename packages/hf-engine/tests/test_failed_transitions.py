@@ -158,7 +158,7 @@ def fail_if(fails):
 
 
 def fail_alike(model, training_weights, method):
-    """What all ranks raise ends nothing: the training weights are back, and the next block generates."""
+    """Checks that an error of all ranks ends nothing: training weights are back, and the next block generates."""
     train, rollout, engine = build_engine(model, model, training_weights=training_weights)
     owner = train if method == "offload" else rollout
     version = engine.weight_version
@@ -187,7 +187,7 @@ def test_a_block_that_all_ranks_cannot_enter_is_entered_again(ranks2, tmp_path, 
 
 
 def fail_on_the_way_back(model):
-    """What happened first is raised, and says that the training weights may not be whole."""
+    """Checks that the first error is raised, and returns its notes."""
     _, rollout, engine = build_engine(model, model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "commit_weights", refuse)

@@ -74,7 +74,7 @@ def test_a_copy_of_a_tied_head_is_left_alone(ranks1, tmp_path):
 
 
 def names_of_both(model):
-    """Whether training and generation have a head of their own."""
+    """Returns, for training and generation, True if the model has a head of its own."""
     return ["lm_head.weight" in build(name, model).weight_layout().shapes for name in ("fsdp", "transformers")]
 
 

@@ -143,7 +143,7 @@ def test_a_rank_holds_its_generation_shard_and_nothing_beside_it(ranks2, tmp_pat
 
 
 def lend_equal_shards(model, bucket_bytes):
-    """Where this rank generates with what it trains with, nothing is copied: no parameter is ever there twice."""
+    """Checks that nothing is copied where both layouts are equal: no parameter is ever there twice."""
     train, rollout, engine = build_engine(model, model, bucket_bytes=bucket_bytes)
     memory, views, own = engine.memory, train.local_weights().values(), rollout.weight_buffers().values()
     batch, prompts = build_batch(4, vocab_size=VOCAB_SIZE), build_prompts(4, vocab_size=VOCAB_SIZE)

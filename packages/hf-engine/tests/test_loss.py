@@ -1,4 +1,4 @@
-"""What a loss function may answer, and what becomes of its metrics."""
+"""Loss functions: the results that they may return, and the use of their metrics."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ CASES = [*cases("transformers", 1), *cases("vllm", 2), *cases("sglang", 2)]
 
 
 def meetings(names_and_sizes):
-    """Which values of two axes come together."""
+    """Returns the values of two axes that come together."""
     found = set()
     for name, gen_tp in names_and_sizes:
         backend, spec = TRAINING[name]

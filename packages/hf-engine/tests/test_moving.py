@@ -85,7 +85,7 @@ def test_ranks_that_disagree_about_changes_are_told(ranks2, tmp_path):
 
 
 def test_padding_goes_first_and_comes_back_as_zeros():
-    """What fills a storage beside weights is freed and counted; a storage that a weight shares is not padding."""
+    """Padding next to weights is freed and counted; a storage that a weight shares does not count as padding."""
     layout = WeightLayout(shapes={"w": (4,)}, boxes={0: {"w": (Box((0,), (4,)),)}}, dtype="float32")
     weights, generation, room = torch.arange(4.0), {"w": [torch.empty(4)]}, torch.zeros(6)
     padding = (room[:0], weights[:0])

@@ -23,7 +23,7 @@ LINE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) bytes received, wrote (.*)"
 
 
 def run_script(folder, model):
-    """What every rank printed: (loss, bytes received, tokens) by step."""
+    """Returns the output of every rank: (loss, bytes received, tokens) by step."""
     (script,) = SCRIPT.findall(README.read_text())
     (folder / "train_and_generate.py").write_text(script)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

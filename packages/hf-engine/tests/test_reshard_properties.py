@@ -77,7 +77,7 @@ def random_megatron(rng, model, size, dtype):
 
 
 def shares_heads(model, tp):
-    """Whether megatron-core cuts the projections over so many ranks: whole key-value groups, or a group over some."""
+    """Returns True if megatron-core shards the projections over `tp` ranks: whole groups, or one over several ranks."""
     groups, rows = model.num_kv_heads, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     cuts_groups = tp % groups == model.num_heads % tp == rows % tp == model.intermediate_size % tp == 0
     return groups % tp == 0 or cuts_groups

@@ -1,4 +1,4 @@
-"""What a rank is told when a server is not what it should be, without an engine: real sockets, other servers."""
+"""Errors on a rank when a server is not the expected one, without an engine: real sockets, other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a vLLM server in an update of its weights, also where the update fails."""
+"""Requests to a vLLM server in an update of its weights, also in one that fails."""
 
 from __future__ import annotations
 

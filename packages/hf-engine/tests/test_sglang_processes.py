@@ -1,4 +1,4 @@
-"""What stands between a rank and its engine, without SGLang: processes, shared memory, messages."""
+"""Processes, shared memory and messages between a rank and its engine, without SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What both training backends refuse: losses without gradient, batches without rows, numbers out of range."""
+"""Refusals of both training backends: losses without gradient, batches without rows, numbers out of range."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def check_that_senders_are_level_and_groups_are_the_micro_dp_groups(planned, top
 
 
 def shard_is_inside(topology, rank):
-    """Whether a rank's vanilla generation shard has its training shard, cell by cell of a pp x tp grid."""
+    """Returns True if a rank's vanilla generation shard has its training shard, by cells of a pp x tp grid."""
     train, generation = topology.train, topology.generation
     at = topology.coordinate(rank)
     index = at.pp * train.tp_size + at.tp
@@ -169,7 +169,7 @@ def stored_bytes(model, num_stages):
 
 
 def brute_force_recv(plan, rank):
-    """What a rank needs minus what it holds, by corners of boxes alone."""
+    """Returns the bytes that a rank needs minus those it holds, by corners of boxes alone."""
     source, needed = plan.source.boxes_of(rank), 0
     for name, wanted in plan.target.boxes_of(rank).items():
         for box in wanted:

@@ -1,4 +1,4 @@
-"""Which target tensors hold elements of others."""
+"""Target tensors that hold elements of other ones."""
 
 from __future__ import annotations
 

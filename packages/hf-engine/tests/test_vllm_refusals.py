@@ -1,4 +1,4 @@
-"""What vLLM cannot run is refused: by real engines in the environment of `make test-vllm`, by its absence elsewhere."""
+"""Refusals of vLLM: by real engines in the environment of `make test-vllm`, by its absence elsewhere."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def refuse_stages(model):
 
 
 def assert_environment(before):
-    """What vLLM is told by the environment is gone when it is done."""
+    """Checks that the variables that were set for vLLM are gone after it."""
     names = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
     left = {name for name in names if name.startswith("VLLM_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     assert not left, left

@@ -122,12 +122,12 @@ class HybridEngine:
 
     @property
     def plan(self) -> ReshardPlan:
-        """What every rank keeps, sends and receives in a transition."""
+        """Plan of a transition: the weights that every rank keeps, sends and receives."""
         return self._plan
 
     @property
     def memory(self) -> TransitionMemory:
-        """What this rank holds while it generates."""
+        """Memory that this rank holds while it generates."""
         self._check_open("memory")
         rank = dist.get_rank()
         moved, feed = self._mover is not None, self._feed

@@ -1,4 +1,4 @@
-"""Whether a rollout engine generates from the weights that it was given, judged by its log-probs. Pure.
+"""Check by log-probs that a rollout engine generates from the weights that it was given. Pure.
 
 Digests prove what arrived in memory that can be read. An engine that packs its weights away can only be asked: the
 log-probs of its samples, recomputed by the training backend, agree up to rounding where the weights are the same.

@@ -120,7 +120,7 @@ def wait_for_connections() -> None:
 
 
 def default_timeout() -> timedelta:
-    """How long a collective of the default process group may wait."""
+    """Returns the timeout of collectives of the default process group."""
     timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(local_device()).options._timeout
     return timeout
 

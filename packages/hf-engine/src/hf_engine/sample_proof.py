@@ -63,7 +63,7 @@ class SampleProof:
 
     @property
     def is_pending(self) -> bool:
-        """Whether samples of these weights are to be scored; the same on all ranks."""
+        """True if samples of these weights are to be scored; the same on all ranks."""
         return self._last is None or self._last == self._first < self._now
 
     def note(self, batch: TensorDict, responses: TensorDict, sampling: SamplingParams) -> None:

@@ -10,7 +10,7 @@ __all__ = ["Transition", "TransitionMemory"]
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """What one entry into generation did on this rank."""
+    """Result of one entry into generation on this rank."""
 
     weight_version: int
     """Version of the weights that generation sees."""
@@ -27,16 +27,16 @@ class Transition:
 
 @dataclass(frozen=True, kw_only=True)
 class TransitionMemory:
-    """What one rank holds while it generates, in bytes; known before anything moves."""
+    """Memory that one rank holds while it generates, in bytes; known before anything moves."""
 
     generation_bytes: int
     """The generation shard; 0 where the engine keeps it itself."""
     engine_bytes: int
-    """What an engine that keeps its weights itself holds: the generation shard and the KV cache. 0 for others."""
+    """Generation shard and KV cache of an engine that keeps its weights itself. 0 for others."""
     released_bytes: int
-    """What of these bytes was given back when generation last ended; 0 where nothing can be freed."""
+    """Part of these bytes that was released when generation last ended; 0 where nothing can be freed."""
     training: Literal["moved", "kept", "offloaded"]
-    """Whether the training shard lies inside the generation shard, stays beside it, or waits on the host."""
+    """Place of the training shard: inside the generation shard, next to it, or on the host."""
     training_bytes: int
     """Device bytes of the training shard beside the generation shard, less padding; 0 when moved or offloaded."""
     host_bytes: int

@@ -86,7 +86,7 @@ class WeightSync:
 
     @property
     def plan(self) -> ReshardPlan:
-        """What every rank sends and receives; ranks are those of the group."""
+        """Plan of a run: the weights that every rank sends and receives; ranks are those of the group."""
         return self._plan
 
     def send(self, weights: Weights, *, version: int) -> Transfer:
@@ -197,7 +197,7 @@ def _check_buffers(held: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -
 
 
 def _is_same(layout: WeightLayout, shared: WeightLayout) -> bool:
-    """Whether this rank was given the layout that its side's first rank shared, whatever its ranks are called."""
+    """Returns True if this rank has the layout that its side's first rank shared, up to the names of ranks."""
     return (layout.dtype, layout.shapes, [layout.boxes_of(rank) for rank in layout.ranks]) == (
         shared.dtype,
         shared.shapes,

@@ -1,4 +1,4 @@
-"""What some backends can do, or have, and others not: one small Protocol each."""
+"""Optional abilities of backends: one small Protocol each."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class DrawsItself(Protocol):
     """
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
-        """Why `generate` refuses to draw so, with the knob; None if it does not.
+        """Returns the reason why `generate` refuses to draw so, with the knob; None if it does not refuse.
 
         It never refuses the full distribution at temperature 1, nor `greedy` there.
         """

@@ -40,7 +40,7 @@ FLOAT32_REFUSAL = "its kernels for adapters compute in bfloat16 or float16 on a 
 
 
 def find_engine_refusal(model: ModelDirectory, lora: LoraConfig, *, largest_rank: int) -> str | None:
-    """What vLLM and SGLang have in common: dense families whose layers bear one name in the files and in the engine."""
+    """Returns the refusal that vLLM and SGLang share: they take dense families that both name as the files do."""
     family = model.config.get("model_type")
     if not ModelShape.knows(model.config):
         return f"adapters of model_type {show(family)} were not tried in this engine"

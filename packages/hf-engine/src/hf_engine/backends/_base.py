@@ -1,4 +1,4 @@
-"""What a training backend and a rollout backend are: Protocols, and the values that cross them.
+"""Protocols of training and rollout backends, and the values that cross them.
 
 Batches are TensorDicts on the CPU with batch size [B]. Per-token columns are jagged [B, ragged] and aligned with
 `response_ids`; only backends pad.
@@ -36,7 +36,7 @@ class TrainBackend(Protocol):
     """A model that is trained and scored on the ranks of a topology. Every method is called on every rank."""
 
     one_layout_per_process: ClassVar[bool]
-    """Whether its library keeps the layout in globals, so that all models of a process have the same one."""
+    """True if its library keeps the layout in globals, so that all models of a process have the same one."""
 
     @classmethod
     def build(
@@ -81,7 +81,7 @@ class TrainBackend(Protocol):
         ...
 
     def weight_layout(self) -> WeightLayout:
-        """Which boxes of which parameters every rank holds."""
+        """Returns the boxes of parameters that every rank holds."""
         ...
 
     def local_weights(self) -> Weights:
@@ -321,7 +321,7 @@ class RolloutBackend(Protocol):
         ...
 
     def weight_layout(self) -> WeightLayout:
-        """Which boxes of which parameters every rank holds in generation."""
+        """Returns the boxes of parameters that every rank holds in generation."""
         ...
 
     def commit_weights(self, version: int) -> None:

@@ -66,7 +66,7 @@ def agree_on_micro_batches(
 
 
 def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """What the largest of all ranks shows the highest and the lowest digest of every replica of."""
+    """Returns a list whose maximum over all ranks shows each replica's highest and lowest digest."""
     found = [-(1 << 32)] * (2 * len({*replicas}))
     if replicas:
         own = 2 * replicas[dist.get_rank(group)]

@@ -1,4 +1,4 @@
-"""What `build` is given, whatever the backend: refused before a file is read or an engine started."""
+"""Checks of the arguments of `build`, for every backend: before a file is read or an engine started."""
 
 from __future__ import annotations
 

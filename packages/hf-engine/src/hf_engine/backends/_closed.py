@@ -1,4 +1,4 @@
-"""What stands in the place of a closed backend's model."""
+"""Stand-in for the model of a closed backend."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ _OF_TOKENIZERS = {
     "tokenizer_config.json",
     "vocab.json",
 }
-"""What a model consists of, and what stays next to it: any other file makes it somebody's own."""
+"""Files that may stay next to a model: any other file that is not part of the model is the user's own."""
 _WEIGHTS = re.compile(r".*\.safetensors")
 """Without any of them a directory holds no model."""
 _UNFINISHED = re.compile(_WRITTEN.pattern + r"|part-\d+\.safetensors|\.tmp\w+")
-"""What a crash may leave of them, temporary files of safetensors included."""
+"""Files of a model that a crash may leave, temporary files of safetensors included."""
 
 
 def check_directory(directory: object) -> None:

@@ -1,4 +1,4 @@
-"""What an FSDP2 model keeps between steps, for `hf_engine.training.state`: shards under the names in files."""
+"""State of an FSDP2 model between steps, for `hf_engine.training.state`: shards under the names in files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True)
 class StateFacts:
-    """What an FSDP2 model was built with."""
+    """Facts that an FSDP2 model was built with."""
 
     topology: Topology
     config: TrainConfig

@@ -22,7 +22,7 @@ class LearningRate:
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
         self.given: tuple[float, bool] | None = None
-        """What `set` was called with last; None for the configured rate."""
+        """Arguments of the last call of `set`; None for the configured rate."""
 
     def set(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another whole rate; warm-up takes its share of it, and the schedule unless it is `constant`."""

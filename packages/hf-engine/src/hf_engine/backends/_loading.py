@@ -1,4 +1,4 @@
-"""What a rank hands to an engine that keeps its weights itself."""
+"""Weights that a rank hands to an engine that keeps them itself."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class StepLoss:
 
 
 def _reaches(loss_sum: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a gradient of the loss arrives at an output."""
+    """Returns True if a gradient of the loss arrives at an output."""
     wanted = {get_gradient_edge(output).node for output in outputs.values() if output.requires_grad}
     seen: set[Node] = set()
     waiting = [get_gradient_edge(loss_sum).node]

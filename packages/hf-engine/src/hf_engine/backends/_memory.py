@@ -1,4 +1,4 @@
-"""How much memory there is, and how much of it an engine's KV cache takes."""
+"""Size of the available memory, and the part of it that an engine's KV cache takes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_sizes(options: Mapping[str, Any]) -> None:
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
-    """What the user says, in bytes or as a share of a device's memory, or of the host's without one.
+    """Returns the user's size, in bytes or as a share of a device's memory, or of the host's without one.
 
     Without either: 0.3 of a device, and 256 MiB of a host, whose memory is not the engine's alone.
 

@@ -110,7 +110,7 @@ class SequenceBatch:
         return crc32(repr(sorted(facts)).encode())
 
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """What a loss reads: jagged columns padded with zeros on the right, dense ones as they are, by name.
+        """Returns the columns that a loss reads: jagged ones padded with zeros on the right, dense ones as they are.
 
         `response_mask` is True on the response tokens that count: the batch's own mask, or all of them.
 

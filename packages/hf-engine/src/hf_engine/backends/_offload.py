@@ -13,7 +13,7 @@ __all__ = ["OffloadedMemory"]
 
 
 class OffloadedMemory:
-    """What a training backend gave up of its device's memory, and refuses to use before `restore`.
+    """Device memory that a training backend released, and refuses to use before `restore`.
 
     Views stay the same objects: their storage has no bytes until `restore`, and must not be read before. Memory of a
     CPU is the host's already: it stays where it is and counts as 0 bytes freed, but is refused alike, so that a

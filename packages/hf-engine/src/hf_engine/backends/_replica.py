@@ -42,7 +42,7 @@ class Replica:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank runs the engine."""
+        """True if this rank runs the engine."""
         return dist.get_rank() == self.ranks[0]
 
     def on_first(self, action: Callable[[], T]) -> T:

@@ -1,4 +1,4 @@
-"""What goes into a rollout backend and what comes out of it, the same for all of them."""
+"""Inputs and outputs of rollout backends, the same for all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a rollout backend draws responses."""
+"""Sampling parameters of a rollout backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SamplingParams"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How responses are drawn.
+    """Sampling parameters of responses.
 
     A sample's random numbers derive from (seed, step, row_id, sample index) only: the same samples come out of any
     number of replicas. Reported log-probs are always those of the full distribution at `temperature`, which

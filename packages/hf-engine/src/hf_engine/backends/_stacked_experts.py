@@ -37,7 +37,7 @@ class _Part(NamedTuple):
     name: str
     shape: tuple[int, ...]
     place: tuple[int | slice, ...]
-    """Where it is in the stacked tensor; empty for what is not stacked."""
+    """Place in the stacked tensor; empty for a tensor that is not stacked."""
 
 
 def layout_in_files(names: FileNames, layout: WeightLayout) -> WeightLayout:

@@ -37,7 +37,7 @@ class StopStrings:
         self._window = max(len(string.encode()) for string in strings) + 8
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of these tokens, a whole response so far, completes a string."""
+        """Returns True if the last of these tokens, a whole response so far, completes a string."""
         if len(tokens) <= self._min_tokens:
             return False
         window = list(tokens[-self._window :])
@@ -54,12 +54,12 @@ class StopStrings:
         return text
 
     def cut(self, tokens: Sequence[int]) -> int | None:
-        """How many tokens a response keeps that was drawn without looking for strings; None if it has none."""
+        """Returns how many tokens a response keeps that was drawn without looking for strings; None if it keeps all."""
         return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), None)
 
 
 def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopStrings | None:
-    """What ends responses of this model beside its stop tokens; None without strings.
+    """Returns the strings that end responses in addition to stop tokens; None without strings.
 
     Raises:
         BackendError: without a tokenizer beside the model, or with one that cannot be read.

@@ -1,4 +1,4 @@
-"""How a training backend computes and optimises."""
+"""Computation and optimizer settings of a training backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How a training backend computes and optimises.
+    """Computation and optimizer settings of a training backend.
 
     Raises:
         ConfigError: for a value out of range.
@@ -34,7 +34,7 @@ class TrainConfig:
     warmup_steps: int = 0
     """Step k of the first ones takes k / warmup_steps of the learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up: as it is, or down a line or half a cosine to its floor."""
+    """Learning rate after the warm-up: constant, or down a line or half a cosine to its floor."""
     total_steps: int = 0
     """Optimizer steps, warm-up included, after which a schedule has reached its floor; needed unless it is constant."""
     floor: float = 0.0

@@ -1,4 +1,4 @@
-"""Which versions of a library a backend was made for."""
+"""Versions of libraries that backends were made for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Supported:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """What releases are compared by: ``1.2.3rc1`` counts as 1.2, ``0.5.24.post1`` as 0.5.24."""
+    """Returns the numbers that releases are compared by: `1.2.3rc1` counts as 1.2, `0.5.24.post1` as 0.5.24."""
     numbers: list[int] = []
     for part in version.split("+")[0].split("."):
         if not part.isdecimal():

@@ -316,7 +316,7 @@ class FsdpBackend(TrainSteps):
         self._has_unreduced_gradients = False
 
     def _reduce_after_backward(self, reduces: bool) -> None:
-        """Whether the next backward pass sums gradients over ranks and lets go of the gathered weights.
+        """Sets whether the next backward pass sums gradients over ranks and releases the gathered weights.
 
         With `shard="root"` weights and gradients are whole at the end of every backward pass: only the last one of a
         step has to. With `shard="layer"` each one does, so that one layer at a time is whole.

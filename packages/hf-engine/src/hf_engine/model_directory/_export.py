@@ -1,4 +1,4 @@
-"""What an exported model keeps of its source's files: configuration, dtypes and the generation configuration."""
+"""Files of the source model that an export keeps: configuration, dtypes and the generation configuration."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Box:
         return tuple(start + n for start, n in zip(self.offset, self.shape, strict=True))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box; an empty `other` always is."""
+        """Returns True if every element of `other` is in this box; an empty `other` always is."""
         return other.numel == 0 or self.intersect(other) == other
 
     def intersect(self, other: Box) -> Box | None:

@@ -28,7 +28,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class ConversionReport:
-    """What a proof covered."""
+    """Extent of a proof."""
 
     num_parameters: int
     """Named tensors that were moved to the generation layout and back."""

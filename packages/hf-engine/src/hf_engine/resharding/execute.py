@@ -52,7 +52,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What one run moved to this rank."""
+    """Weights that one run moved to this rank."""
 
     recv_bytes: int
     """Bytes of weights received from other ranks: the plan's figure."""
@@ -124,7 +124,7 @@ class ReshardExecutor:
 
     @property
     def is_silent(self) -> bool:
-        """Whether `run` and `agree` tell other ranks nothing: no weights move, and all know that they have one plan."""
+        """True if `run` and `agree` send nothing to other ranks: no weights move, and all ranks agreed on the plan."""
         return self._is_agreed and not self._steps
 
     def peak_bytes(self, mover: ShardMover) -> int:

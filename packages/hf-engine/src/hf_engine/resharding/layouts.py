@@ -101,7 +101,7 @@ class WeightLayout:
         return DTYPE_BYTES[self.dtype]
 
     def boxes_of(self, rank: int) -> Mapping[str, tuple[Box, ...]]:
-        """What one rank holds; empty for a rank that the layout does not name."""
+        """Returns the boxes of one rank; empty for a rank that the layout does not name."""
         return self.boxes.get(rank, {})
 
     def select(self, names: Collection[str]) -> WeightLayout:

@@ -1,4 +1,4 @@
-"""Whether tensors are a rank's boxes of a layout."""
+"""Checks that tensors are a rank's boxes of a layout."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _only_dtype(weights: Sequence[object]) -> str:
 
 
 def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> str:
-    """What is wrong with a parameter's tensors; empty if nothing is."""
+    """Describes the mistake in a parameter's tensors; empty without one."""
     given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     parts = [part for part in given if isinstance(part, torch.Tensor)]
     if len(parts) < len(given):

@@ -1,4 +1,4 @@
-"""Who runs a plan, and where: the ranks of a process group and the device on which they communicate."""
+"""Members that run a plan: the ranks of a process group and the device on which they communicate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the training shard is while the engine generates: inside the generation shard, not beside it.
+"""Place of the training shard while the engine generates: inside the generation shard, not in addition to it.
 
 A parameter's training storage is emptied as soon as its contents are in the generation buffer and have been sent, and
 filled again from there on the way back: the same bits, and during generation no second copy (paper, section 5.4:
@@ -35,7 +35,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def hold_training_weights(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether training weights were moved into the storages of these generation tensors and are not back yet."""
+    """Returns True if training weights were moved into these generation tensors and are not back yet."""
     keys = {tensor.untyped_storage()._cdata for tensor in tensors}
     return any(mover.has_moved_into(keys) for mover in _MOVERS)
 
@@ -175,7 +175,7 @@ class ShardMover:
             storage.resize_(0)
 
     def has_moved_into(self, keys: Set[int]) -> bool:
-        """Whether any of these storages holds the only copy of training weights, and an engine has it."""
+        """Returns True if any of these storages holds the only copy of training weights, and an engine has it."""
         if not keys.isdisjoint(tensor.untyped_storage()._cdata for tensor in self._lent.values()):
             return True
         return bool(self._emptied) and not keys.isdisjoint(self._home_storages)
@@ -234,7 +234,7 @@ class ShardMover:
             self._home_storages[home].resize_(0)
 
     def _are_alike(self, names: set[str], held: _Boxes, wanted: _Boxes) -> bool:
-        """Whether an engine's kernels find in a training storage, of these parameters, what they would in its own."""
+        """Returns True if an engine's kernels can use a training storage of these parameters like the engine's own."""
         homes = {home for name in names for home in self._homes_of[name]}
         if len(homes) != 1 or self._homes[homes.pop()] != names:
             return False

@@ -52,7 +52,7 @@ class Shipment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keepsake:
-    """What ranks hold already of parameters that are cut alike: one piece of each, at the same place."""
+    """Pieces that ranks hold already, of parameters that are sharded alike: one of each, at the same place."""
 
     ranks: tuple[int, ...]
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Keepsake:
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardPlan:
-    """What every rank keeps, sends and receives to go from one layout to another.
+    """Weights that every rank keeps, sends and receives to go from one layout to another.
 
     All byte counts are in the target's dtype: a source of another dtype is cast before it is sent. Layers that are cut
     alike are planned once, so that the figures of a thousand ranks cost seconds; `messages` and `kept` spell them out.

@@ -77,7 +77,7 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
 
 
 def _module_of(name: str) -> str:
-    """What the parameters of one fused storage have in common: `layers.0.self_attn` of its `q_proj.weight`."""
+    """Returns the common prefix of the parameters of a fused storage: `layers.0.self_attn` of its `q_proj.weight`."""
     return ".".join(name.split(".")[:-2])
 
 

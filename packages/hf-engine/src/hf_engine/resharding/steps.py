@@ -47,7 +47,7 @@ def locate(boxes: _Boxes, name: str, box: Box) -> Region:
 
 
 def gathers_by_messages(incoming: torch.Tensor) -> bool:
-    """Whether an all-gather into this buffer goes as one message from each member to each other.
+    """Returns True if an all-gather into this buffer goes as one message from each member to each other.
 
     So it does on the host: gloo's own collective gathers into memory that it allocates in every call, and copies from
     there. Messages arrive where they belong.

@@ -1,4 +1,4 @@
-"""How tensor parallelism cuts a parameter: one rule by Hugging Face name, for training and generation alike.
+"""Tensor-parallel sharding: one rule by Hugging Face name, for training and generation alike.
 
 Column-parallel parameters are cut along dimension 0, row-parallel ones along dimension 1, embeddings by rows of the
 padded vocabulary; attention is cut between key-value groups: a group is one key-value head with its query heads.
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Cut = Literal["query", "key-value", "columns", "rows", "vocabulary", "replicated"]
-"""Which dimension tensor parallelism cuts, and in which units."""
+"""Dimension that tensor parallelism shards, and its units."""
 
 VOCAB_PADDING = 64
 """Embeddings are padded to a multiple of this many rows, as vLLM and SGLang pad them, and of the tp_size."""
@@ -54,7 +54,7 @@ _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 def cut_of(name: str) -> Cut:
-    """How the parameter is cut; a row-parallel layer's bias is added once, so every rank holds it whole."""
+    """Returns the sharding of a parameter; a row-parallel layer's bias is added once, so every rank holds it whole."""
     module, _, kind = name.rpartition(".")
     cut = _CUTS.get(module.rpartition(".")[2], "replicated")
     return "replicated" if cut == "rows" and kind == "bias" else cut
@@ -119,7 +119,7 @@ def _check_counts(layers_per_stage: object) -> None:
 
 
 def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, range]]:
-    """What tensor-parallel rank `index` of `size` holds of megatron-core's fused query, key and value projection.
+    """Returns the part of megatron-core's fused query, key and value projection on tensor-parallel rank `index`.
 
     The fused rows `[q ... q, k, v]` of all key-value groups are cut into equal intervals: a rank holds whole groups,
     or a part of one where there are more ranks than groups.

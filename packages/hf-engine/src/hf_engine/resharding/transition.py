@@ -31,7 +31,7 @@ from hf_protocols.transition import Method
 __all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition", "training_layout"]
 
 Sharding = Literal["megatron", "fsdp"]
-"""Who holds the weights in training: Megatron-core's tensor and pipeline parallelism, or FSDP2's chunks of rows, and of
+"""Holders of the weights in training: Megatron-core's tensor and pipeline stages, or FSDP2's chunks of rows, and of
 experts, which transformers stacks."""
 
 _DTYPES = {2: "bfloat16", 4: "float32", 8: "float64"}
@@ -50,7 +50,7 @@ class Exchange:
 
 @dataclass(frozen=True, kw_only=True)
 class TransitionPlan:
-    """What a transition costs every rank, by layouts alone; all figures in bytes of the weights' dtype.
+    """Cost of a transition for every rank, by layouts alone; all figures in bytes of the weights' dtype.
 
     What an engine that was built holds beside is in `HybridEngine.memory`, a `TransitionMemory`.
     """
@@ -61,9 +61,9 @@ class TransitionPlan:
     plan: ReshardPlan
     """The messages: to the generation layout, or to whole models for the methods that gather them."""
     generation: WeightLayout
-    """What every rank holds in generation."""
+    """Boxes that every rank holds in generation."""
     keeps_shard: bool
-    """Whether the training shard stays beside the generation shard even where it lies inside (DS-Chat)."""
+    """True if the training shard is kept even where it lies inside the generation shard (DS-Chat)."""
 
     @property
     def recv_bytes(self) -> Mapping[int, int]:
@@ -82,7 +82,7 @@ class TransitionPlan:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """What goes from whom to whom, in the order of names; a box that all of a group lack is an all-gather's."""
+        """Messages between ranks, in the order of names; a box that all of a group lack goes by an all-gather."""
         return self.plan.messages
 
     @property
@@ -187,7 +187,7 @@ def plan_transition(
 def training_layout(
     model: ModelShape, topology: Topology, sharding: Sharding, *, dtype: str = "float32"
 ) -> WeightLayout:
-    """Which boxes every rank holds in training.
+    """Returns the boxes that every rank holds in training.
 
     Raises:
         ReshardError: for FSDP under any parallelism but data parallelism, or sizes that do not divide evenly.

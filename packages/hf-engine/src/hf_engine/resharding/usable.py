@@ -1,4 +1,4 @@
-"""Whether tensors have memory of their own that can be read, or written: asked before weights move."""
+"""Checks, before weights move, that tensors have memory of their own that can be read, or written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine must show that takes adapters unmerged: only they move, the base stays, samples are the trainer's."""
+"""Checks of engines that take adapters unmerged: only adapters move, and samples are the trainer's."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class LocalServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """URL at which the server listens."""
         return f"http://127.0.0.1:{self._port}"
 
     @property

@@ -278,7 +278,7 @@ class _RolloutLaws:
         raise AssertionError(f"{what} was not refused")
 
     def _is_refused(self, sampling: SamplingParams) -> bool:
-        """Whether the backend says that its engine cannot draw so; then it must not."""
+        """Returns True if the backend says that its engine cannot draw so; then it must not."""
         if not isinstance(self._backend, DrawsItself) or self._backend.find_unsupported(sampling) is None:
             return False
         self._check_refused(f"{sampling} was drawn, which the backend says that it cannot", sampling)

@@ -40,7 +40,7 @@ _REDUCTIONS = {
 
 @dataclass
 class Traffic:
-    """What one rank received while it was counted."""
+    """Data that one rank received while it was counted."""
 
     recv_bytes: int = 0
     """Bytes from other ranks, seals and padding included; objects and reductions are counted apart."""
@@ -61,7 +61,7 @@ class Traffic:
         return 16 * self.num_messages
 
     def matches(self, planned_bytes: int, *, most_object_bytes: int = 0) -> bool:
-        """Whether what arrived is a plan's bytes, the seals, and less than 8 bytes to align each of them.
+        """Returns True if a plan's bytes arrived, and the seals, with less than 8 bytes to align each of them.
 
         Reductions may carry a verdict each, a number of at most 8 bytes, and objects `most_object_bytes` together.
         """

@@ -54,7 +54,7 @@ def check_greedy_samples(
 
 
 def count_lacking_bytes(plan: ReshardPlan, rank: int) -> int:
-    """What a rank wants in float32 and does not hold, element by element."""
+    """Counts the bytes that a rank wants in float32 and does not hold, element by element."""
     lacking = 0
     for name, shape in plan.target.shapes.items():
         wanted, held = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)

@@ -194,7 +194,7 @@ class TrainSteps(KeepsState):
         return {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0), **taken}
 
     def _find_problem(self, loss: float, grad_norm: float) -> str | None:
-        """Why the step is not taken. The numbers are equal on all ranks, so all of them decide alike."""
+        """Returns why the step is not taken, or None. The numbers are equal on all ranks, so all decide alike."""
         if not (isfinite(loss) and isfinite(grad_norm)):
             return "not finite"
         if max(abs(loss), grad_norm) > self._explode_above:

@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json means for megatron-core, and what has no exact counterpart there."""
+"""Translates a Hugging Face config.json for megatron-core, and refuses parts without an exact counterpart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MegatronModelConfig:
     window: int | None
     """Keys that a query sees, itself included, in every layer; None: all."""
     normalize_routing: bool
-    """Whether the weights of a token's experts sum to 1."""
+    """True if the weights of a token's experts sum to 1."""
     padding_id: int | None
     """Token whose embedding learns nothing from the inputs, as in transformers; None if it also ends a turn."""
     inverse_frequencies: tuple[float, ...]

@@ -18,7 +18,7 @@ __all__ = ["DistributedAdamW", "OptimizerShard"]
 
 @dataclass(frozen=True)
 class OptimizerShard:
-    """What this rank's optimizer keeps of one parameter: elements start to stop of the flat tensor."""
+    """Part of one parameter that this rank's optimizer keeps: elements start to stop of the flat tensor."""
 
     start: int
     stop: int
@@ -100,7 +100,7 @@ class DistributedAdamW:
         self._optimizer.zero_grad()
 
     def shard(self, parameter: torch.nn.Parameter) -> OptimizerShard:
-        """What this rank keeps of a parameter of the model; an empty shard where other ranks keep all of it."""
+        """Returns this rank's part of a parameter of the model; an empty shard where other ranks keep all of it."""
         for inner in self._inner():
             if parameter in inner.model_param_group_index_map:
                 kept = inner._get_model_param_range_map(parameter)["param"]

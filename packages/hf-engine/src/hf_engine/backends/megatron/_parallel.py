@@ -76,12 +76,12 @@ class ParallelGroups:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this rank embeds tokens."""
+        """True if this rank embeds tokens."""
         return self.at.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank computes outputs."""
+        """True if this rank computes outputs."""
         return self.at.pp == self.topology.train.pp_size - 1
 
     @property

@@ -39,7 +39,7 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage:
-    """What this rank holds.
+    """This rank's part of the model.
 
     Args:
         model: the whole model's configuration.
@@ -70,7 +70,7 @@ class PipelineStage:
         transformer = build_transformer_config(model, train, config, self.dtype)
         self.decoder: Decoder = build_decoder(model, transformer, groups, head, device)
         self.module: Any = self.decoder
-        """What the schedules run: the decoder, wrapped where it is trained."""
+        """The module that the schedules run: the decoder, wrapped where it is trained."""
         self.optimizer: DistributedAdamW | None = None
         self.offloaded = OffloadedMemory(lambda: self.parameters.values())
         self.decoder.requires_grad_(trainable)
@@ -127,7 +127,7 @@ class PipelineStage:
         return self.offloaded.give_up(states=states, zeros=gradients, weights=weights)
 
     def stored_name(self, name: str) -> str:
-        """What a parameter is called in a Hugging Face directory."""
+        """Returns a parameter's name in a Hugging Face directory."""
         return VALUE_HEAD if self._head == "value" and name == HEAD_NAME else name
 
     def _name_in(self, files: HuggingFaceFiles, name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""What a pipeline stage keeps between steps, for `hf_engine.training.state`: boxes under Hugging Face names."""
+"""State of a pipeline stage between steps, for `hf_engine.training.state`: boxes under Hugging Face names."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class ServerBackend:
         return self._layout
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
-        """Why `generate` refuses to draw so; see `DrawsItself`."""
+        """Returns the reason why `generate` refuses to draw so; see `DrawsItself`."""
         return self._server.find_unsupported(sampling)
 
     def begin_weights(self) -> None:

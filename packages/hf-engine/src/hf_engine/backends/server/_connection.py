@@ -84,17 +84,17 @@ class ServerConnection:
         return hurried
 
     def ask(self, path: str) -> Any:
-        """What GET answers soon, of a server that may be none; None where it knows no such path."""
+        """Returns the answer to a GET with a short deadline; None if the server does not know the path."""
         status, answer = self._request("GET", path, None, knob="connect_timeout_s")
         return None if status == http.HTTPStatus.NOT_FOUND else self._accept(path, status, answer)
 
     def find(self, path: str, body: Any = None) -> Any:
-        """What GET answers, or POST with a body; None where the server knows no such path."""
+        """Returns the answer to a GET, or to a POST with a body; None if the server does not know the path."""
         status, answer = self._request("GET" if body is None else "POST", path, body)
         return None if status == http.HTTPStatus.NOT_FOUND else self._accept(path, status, answer)
 
     def get(self, path: str) -> Any:
-        """What GET answers.
+        """Returns the answer to a GET.
 
         Raises:
             BackendError: with the server's own words, if it refuses.
@@ -102,12 +102,12 @@ class ServerConnection:
         return self._accept(path, *self._request("GET", path, None))
 
     def try_post(self, path: str, body: Any) -> bool:
-        """Whether POST with a JSON body is answered; False if the server calls it a bad request."""
+        """Returns True if the server accepts a POST with a JSON body; False if it calls it a bad request."""
         status, answer = self._request("POST", path, body)
         return status != http.HTTPStatus.BAD_REQUEST and self._accept(path, status, answer) is not None
 
     def post(self, path: str, body: Any = None, *, num_tokens: int = 0) -> Any:
-        """What POST with a JSON body answers.
+        """Returns the answer to a POST with a JSON body.
 
         Args:
             path: of the request.

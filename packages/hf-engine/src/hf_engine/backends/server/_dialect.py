@@ -1,4 +1,4 @@
-"""What the backend asks of a server, whichever engine it is."""
+"""Interface between the backend and a server of either engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["Dialect", "Sample", "ServerFacts", "require_version"]
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFacts:
-    """What a server says of itself."""
+    """Facts that a server reports about itself."""
 
     name: str
-    """What messages call it: engine and URL."""
+    """Name in messages: engine and URL."""
     url: str
     architectures: tuple[str, ...]
     """Of the model, as its config.json names them."""
@@ -30,17 +30,17 @@ class ServerFacts:
     cache_tokens: int
     """Tokens whose keys and values fit its memory."""
     has_seeds: bool
-    """Whether it draws a sample from the seed that it is given."""
+    """True if the server draws a sample from the seed of its request."""
     seeds_knob: str
-    """What it is started with so that it does."""
+    """Option with which the server must be started for `has_seeds`."""
     keeps_tied: bool
-    """Whether an output layer that is the embedding keeps its old weights in an update."""
+    """True if an output layer that is the embedding keeps its old weights in an update."""
     experts: tuple[str, ...] | None
     """Families of experts that are right after an update, by `model_type`; None for all."""
     can_release: bool
-    """Whether it was started so that it gives the cache's memory back when it is asked to."""
+    """True if the server was started so that it releases the cache's memory on request."""
     stamp: str
-    """What it calls its weights."""
+    """The server's name for its weights."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sample:
     is_stopped: bool
     """By a stop token or string; else it is as long as it may be."""
     stamp: str
-    """What the server calls the weights that it was drawn from."""
+    """The server's name for the weights that the response was drawn from."""
 
     def cut(self, length: int | None) -> Sample:
         """The response up to the token that completes a stop string; None: it has none."""
@@ -73,11 +73,11 @@ class Dialect(Protocol):
         ...
 
     def knows(self, token_id: int) -> bool:
-        """Whether the token is in its vocabulary."""
+        """Returns True if the token is in the server's vocabulary."""
         ...
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
-        """Why the server cannot draw so, or not report log-probs of the full distribution; None where it can."""
+        """Returns the reason why the server cannot draw so, or cannot report full log-probs; None where it can."""
         ...
 
     def generate(

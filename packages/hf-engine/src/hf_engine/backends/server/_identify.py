@@ -1,4 +1,4 @@
-"""Which engine's server answers at a URL."""
+"""Identifies the engine of the server at a URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must be so before a server is used: ranks, options, a model, and that the server has the same one."""
+"""Checks before a server is used: ranks, options and a model, and that the server has the same model."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_key(variable: str | None) -> str | None:
 
 
 def choose_directory(given: str | Path | None, connection: ServerConnection) -> Path:
-    """Where weights are left for the server.
+    """Returns the directory in which weights are left for the server.
 
     Raises:
         BackendError: if none was given for a server on another machine.

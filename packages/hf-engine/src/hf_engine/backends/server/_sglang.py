@@ -58,7 +58,7 @@ class SglangServer:
         )
 
     def knows(self, token_id: int) -> bool:
-        """Whether the token is in the vocabulary: SGLang refuses to report on others."""
+        """Returns True if the token is in the vocabulary: SGLang refuses to report on others."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
         return self._connection.try_post("/generate", body | {"token_ids_logprob": [token_id]})
 

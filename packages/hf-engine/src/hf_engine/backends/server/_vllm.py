@@ -20,7 +20,7 @@ __all__ = ["VllmServer"]
 _VERSIONS = (0, 32), (0, 33)
 _GENERATE = "/inference/v1/generate"
 _NO_LOGPROB = -9999.0
-"""What vLLM sends in place of a log-prob that is not finite."""
+"""Value that vLLM sends in place of a log-prob that is not finite."""
 _NUM_REQUESTS = 256
 """Requests under way at once: there is one for every sample, each with its seed."""
 _RESUME_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ class VllmServer:
         self._reports_drawn = self._probe_mode()
 
     def knows(self, token_id: int) -> bool:
-        """Whether the token is in the vocabulary: vLLM refuses to draw others."""
+        """Returns True if the token is in the vocabulary: vLLM refuses to draw others."""
         return self._connection.try_post(_GENERATE, _only(token_id))
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
@@ -146,7 +146,7 @@ class VllmServer:
         """Nothing was released."""
 
     def _probe_mode(self) -> bool:
-        """Whether log-probs are those of what was left to draw from: 0 for the only token that was."""
+        """Returns True if log-probs are over the truncated distribution: the only token left then has log-prob 0."""
         answer = self._connection.find(_GENERATE, _only(0))
         if answer is None:
             raise BackendError(f"{self.facts.name} takes no token ids: start it with --enable-scale-out")

@@ -41,7 +41,7 @@ def build_adapter_options(lora: LoraConfig, layers: Collection[str]) -> dict[str
 
 
 def describe_adapter(lora: LoraConfig, layers: Collection[str]) -> dict[str, Any]:
-    """What SGLang reads of peft's `adapter_config.json`."""
+    """Returns the keys of peft's `adapter_config.json` that SGLang reads."""
     return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": _ends(layers), "peft_type": "LORA"}
 
 

@@ -56,7 +56,7 @@ class SglangBackend:
     """
 
     sglang_version: ClassVar[str] = SGLANG.check()
-    """What is installed; without a supported version this class cannot be imported."""
+    """The installed version; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=8)
 
     def __init__(

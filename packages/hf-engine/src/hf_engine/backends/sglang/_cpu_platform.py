@@ -30,7 +30,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]
         """Nothing is cached here. SGLang's own collects garbage instead: half a second with every weight update."""
 
     def init_backend(self) -> None:
-        """Where torch is built for CUDA, its default device module is one that cannot be used here."""
+        """Replaces torch's default device module, which torch built for CUDA cannot use without a device."""
         if torch.version.cuda is not None and not torch.cuda.is_available():
             of_device: Any = torch.get_device_module
             ours: Any = lambda device=None: torch.cpu if device is None else of_device(device)  # noqa: E731

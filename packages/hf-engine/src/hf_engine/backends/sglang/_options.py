@@ -1,4 +1,4 @@
-"""What an engine is started with: a model, SGLang's own options, and how much of the cache one token takes."""
+"""Options that an engine is started with: a model, SGLang's own, and the bytes of the cache per token."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BY_ARGUMENTS = (
     "max_total_tokens",
     "max_running_requests",
 )
-"""What the backend's other arguments say."""
+"""Options of SGLang that the backend's other arguments set."""
 _DEFAULTS: dict[str, Any] = {
     "skip_server_warmup": True,
     "grammar_backend": "none",

@@ -1,7 +1,7 @@
-"""What SGLang finds by its entry points when it starts.
+"""Entry points that SGLang loads when it starts.
 
-In the processes of our engines that is our sampler, and that requests alone say what ends them; in anybody else's it is
-what the CPU platform needs, if chosen.
+In processes of our engines they register our sampler and leave the end of a response to its request alone. In other
+processes they add the parts that the CPU platform needs, if it was chosen.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["LOADER", "OURS", "PLATFORM", "SAMPLER", "activate_platform", "regist
 OURS = "HF_ENGINE_SGLANG"
 """Environment variable that marks our engines' processes."""
 LOADER = "hf_engine.backends.sglang._loader.load_staged"
-"""Where SGLang finds the loader of shards."""
+"""Path by which SGLang finds the loader of shards."""
 PLATFORM = "hybridflow_cpu"
 """Name of the CPU platform, chosen with SGLANG_PLATFORM."""
 SAMPLER = "pytorch"
@@ -28,7 +28,7 @@ _PINNING = (
 
 
 def activate_platform() -> str | None:
-    """Where the CPU platform is; None unless it was asked for by name."""
+    """Returns the path of the CPU platform; None unless it was asked for by name."""
     if os.environ.get("SGLANG_PLATFORM") != PLATFORM:
         return None
     from hf_engine.backends.sglang._torchvision import install_stand_in

@@ -116,7 +116,7 @@ class EngineProcess:
         self.close()
 
     def _wait(self, timeout_s: float, *, watch: bool) -> bool:
-        """Whether an answer came in time. A start is watched for shared memory: an engine that fails ends its tree."""
+        """Returns True if an answer came in time. Watches a start for shared memory: a failing engine ends its tree."""
         stop = time.monotonic() + timeout_s
         while watch:
             self._segments |= find_segments(self.pid)

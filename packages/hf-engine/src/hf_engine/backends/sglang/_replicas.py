@@ -1,4 +1,4 @@
-"""Which ranks feed an engine together, and its process."""
+"""Ranks that feed an engine together, and the engine's process."""
 
 from __future__ import annotations
 

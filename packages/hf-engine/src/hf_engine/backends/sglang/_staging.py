@@ -104,7 +104,7 @@ def cut_buckets(names: Sequence[str], size_of: Callable[[str], int], most: int) 
 
 
 def staged_bytes(num_bytes: int) -> int:
-    """What a shard of so many bytes takes in the memory."""
+    """Returns the bytes that a shard of `num_bytes` takes in the memory."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 

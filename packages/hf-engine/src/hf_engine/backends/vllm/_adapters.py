@@ -54,7 +54,7 @@ class EngineAdapter:
 
     @property
     def request(self) -> LoRARequest | None:
-        """What a request names to be computed with the adapter; None before the first one was put."""
+        """Adapter that a request names to be computed with it; None before the first adapter was put."""
         return _REQUEST if self._is_set else None
 
     def put(self, factors: Mapping[str, torch.Tensor]) -> None:

@@ -51,7 +51,7 @@ class VllmBackend:
     """
 
     vllm_version: ClassVar[str] = VLLM.check()
-    """What is installed; without a supported version this class cannot be imported."""
+    """The installed version; without a supported version this class cannot be imported."""
     largest_generation: ClassVar[GenerationSpec | None] = GenerationSpec(gen_tp_size=64)
 
     def __init__(

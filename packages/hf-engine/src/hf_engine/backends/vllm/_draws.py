@@ -41,7 +41,7 @@ class DrawProcessor(LogitsProcessor):  # type: ignore[misc]
         self._requests: dict[int, tuple[Draw, list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """What is drawn is rarely the most likely token."""
+        """Returns False: the drawn token is rarely the most likely one."""
         return False
 
     def update_state(self, batch_update: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where families differ in vLLM: what it must be told of a model, and what it must leave alone."""
+"""Differences between families in vLLM: settings that it needs for a model, and parts that it must not change."""
 
 from __future__ import annotations
 

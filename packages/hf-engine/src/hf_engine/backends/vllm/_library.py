@@ -1,4 +1,4 @@
-"""What vLLM must find in the environment of a training rank."""
+"""Environment of a training rank as vLLM needs it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["embedded", "options_set", "serving_threads"]
 
 @contextmanager
 def options_set() -> Iterator[None]:
-    """What vLLM reads from the environment whenever it runs; as it was when the block ends.
+    """Sets the variables that vLLM reads while it runs; restores them when the block ends.
 
     One process, its own threads, and the model runner that takes custom logits processors.
     """

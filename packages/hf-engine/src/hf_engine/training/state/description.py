@@ -26,13 +26,13 @@ def file_name(kind: str, rank: int) -> str:
 
 
 def key_of(name: str, box: Box, boxes: tuple[Box, ...]) -> str:
-    """What a box is called in its file: the parameter's name, with an offset where the rank stores several boxes."""
+    """Returns a box's name in its file: the parameter's name, with an offset if the rank stores several boxes."""
     return name if len(boxes) == 1 else f"{name}@{','.join(map(str, box.offset))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFiles:
-    """What one rank stored."""
+    """Files that one rank stored."""
 
     boxes: Boxes
     """Of parameters, the same in its file of every kind."""

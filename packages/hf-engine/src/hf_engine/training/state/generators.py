@@ -46,7 +46,7 @@ def fits_generators(states: Mapping[str, Any], device: torch.device) -> bool:
 
 
 def parse_generators(states: Mapping[str, Any], device: torch.device) -> Callable[[], None]:
-    """What sets the states that `capture_generators` returned.
+    """Returns a function that sets the states that `capture_generators` returned.
 
     Raises:
         StateError: for something else.

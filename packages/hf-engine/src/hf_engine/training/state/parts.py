@@ -1,4 +1,4 @@
-"""What a training backend keeps between steps, as boxes of tensors under Hugging Face names."""
+"""State of a training backend between steps, as boxes of tensors under Hugging Face names."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ FillPiece: TypeAlias = "Callable[[str, str, Box, torch.Tensor], None]"
 
 @dataclass(frozen=True, kw_only=True)
 class StateProgress:
-    """What is not a tensor and changes while a model is trained."""
+    """State that is not a tensor and changes while a model is trained."""
 
     optimizer_steps: int = 0
     weight_changes: int = 0
     weight_version: int = 0
     """Of the caller, such as that of the last generation."""
     learning_rate: tuple[float, bool] | None = None
-    """What `set_learning_rate` was called with last, if it was."""
+    """Arguments of the last call of `set_learning_rate`; None without one."""
 
 
 class StateParts(Protocol):

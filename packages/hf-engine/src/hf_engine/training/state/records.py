@@ -1,4 +1,4 @@
-"""What callers of a backend's state see: files with digests, and what a load found."""
+"""Records of saved and loaded state for callers: files with digests, and the result of a load."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class StateFile:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedState:
-    """What `load_state` found."""
+    """Result of `load_state`."""
 
     optimizer_steps: int
     weight_version: int
     """As it was given to `save_state`."""
     notice: str | None
-    """What is not as it was saved, for the log; None where every bit is."""
+    """Differences from the saved state, for the log; None if every bit is the same."""

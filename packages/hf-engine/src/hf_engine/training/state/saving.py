@@ -38,7 +38,7 @@ _LIBRARIES = ("hf-engine", "torch", "safetensors")
 
 @dataclass
 class _Staged:
-    """What one rank writes."""
+    """Files that one rank writes."""
 
     directory: Path
     rank: int
@@ -143,7 +143,7 @@ class StateWriter:
         return staged
 
     def _gather(self, own: RankFiles) -> tuple[RankFiles, ...] | None:
-        """What every rank stores, on the first. Collective."""
+        """Returns every rank's files, on the first rank; None on the others. Collective."""
         first, *_ = dist.get_process_group_ranks(self._group)
         is_first = dist.get_rank(self._group) == 0
         told: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
