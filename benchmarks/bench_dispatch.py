@@ -1,4 +1,4 @@
-"""What it costs to move a batch from four producers to four or two consumers, against two other ways.
+"""Cost of moving a batch from four producers to four or two consumers, against two other ways.
 
 A producer returns rows that it holds; a consumer reads every byte of what it gets, once as one contiguous batch and
 once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
@@ -183,7 +183,7 @@ def _payload_bytes(controller: ControllerSystem, num_rows: int) -> float:
 
 
 def _row_bytes(controller: ControllerSystem) -> float:
-    """What each row adds to the payload where rows are chosen one by one."""
+    """Returns the bytes that each row adds to the payload where rows are chosen one by one."""
     produced = controller.producers.produce(_num_rows(16))
     num_rows = produced.num_rows
     order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))

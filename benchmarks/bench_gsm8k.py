@@ -136,7 +136,7 @@ def digest_of(name: str, seed: int) -> str:
 
 
 def read_result(run: Path) -> dict[str, Any]:
-    """What the table and the pictures need of a finished run."""
+    """Reads a finished run's figures for the table and the pictures."""
     summary = json.loads((run / "summary.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     wanted = ("score_before", "score_after", "interval_before", "interval_after", "kl_to_reference", "rows", "wall_s")

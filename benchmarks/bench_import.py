@@ -1,4 +1,4 @@
-"""What `import` of each package costs in a fresh interpreter: every worker process pays it once.
+"""Cost of importing each package in a fresh interpreter: every worker process pays it once.
 
 Packages and torch take turns, round by round. Target: hf_engine, which imports torch, takes below 1.5 x its time.
 """

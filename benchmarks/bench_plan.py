@@ -1,4 +1,4 @@
-"""What planning a transition costs: Llama-2-70B on 128 ranks (wanted: below 2 s), Llama-3-405B on 1,024 ranks (wanted:
+"""Cost of planning a transition: Llama-2-70B on 128 ranks (wanted: below 2 s), Llama-3-405B on 1,024 ranks (wanted:
 below 15 s and 2 GB).
 
 Each case is a fresh process that plans every method which the layout defines, from the model's shape to every rank's

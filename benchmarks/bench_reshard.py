@@ -1,4 +1,4 @@
-"""What a transition costs on real processes: gloo, a model of about 220 MB, four layouts on four and eight ranks.
+"""Cost of a transition on real processes: gloo, a model of about 220 MB, four layouts on four and eight ranks.
 
 For the methods that each layout defines: seconds of the slowest rank, bytes that the busiest rank received as counted
 by wrappers around torch.distributed that know no plan, and most bytes of weights live on a rank, read off storages
@@ -199,12 +199,12 @@ class _ByCollectives:
         self._transition.restore()
 
     def count(self) -> dict[str, float]:
-        """What arrives is the transition's."""
+        """Returns no figures of its own: the bytes that arrive are those of the transition."""
         return {}
 
 
 class _Cut:
-    """What follows where a rank gathers whole parameters: its generation shard is cut from them, and they are freed."""
+    """Second half of a method that gathers whole parameters: cuts the generation shard from them and frees them."""
 
     def __init__(self, whole: dict[str, list[torch.Tensor]], boxes: Any) -> None:
         self._whole = whole

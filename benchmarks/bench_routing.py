@@ -1,4 +1,4 @@
-"""What `route` costs: a million rows from 1,024 producer ranks to 1,024 consumer ranks.
+"""Cost of `route`: a million rows from 1,024 producer ranks to 1,024 consumer ranks.
 
 Two cases: ranges, whose borders do not meet (wanted: below 50 ms), and rows permuted on both sides, where almost every
 row is a piece of its own (wanted: below 2 s). Each once for all consumers, as a controller would ask, and once for a

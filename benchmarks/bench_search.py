@@ -1,4 +1,4 @@
-"""What a search takes, in seconds and memory: PPO on 128 GPUs one by one (wanted: at most 2 s) and on 1,024 (20 s),
+"""Cost of a search, in seconds and memory: PPO on 128 GPUs one by one (wanted: at most 2 s) and on 1,024 (20 s),
 Safe-RLHF on 1,024 by whole machines (10 s), PPO on two kinds of 64 GPUs (20 s); below 1 GB.
 
 Each size is searched twice: for the paper's problem, equal models and 1,024 prompts, whose few divisors leave few

@@ -1,4 +1,4 @@
-"""What a training step costs: the backends against a plain transformers + torch loop in the same run.
+"""Cost of a training step: the backends against a plain transformers + torch loop in the same run.
 
 The loop gets the very micro-batches that the backends make, padded and ready, and does the same work: log-probs of the
 response tokens, the same loss, clipping, torch's fused AdamW. In every round all systems step once, each round in
@@ -133,7 +133,7 @@ def _backend_step(backend: Any, batch: Any, num_tokens: float) -> Callable[[], t
 
 
 def _plain_loop(model: str, batch: Any, num_tokens: float) -> Callable[[], tuple[float, float]]:
-    """What somebody writes without us, given micro-batches that are sorted and padded already."""
+    """Returns a step of a plain loop without our packages, over micro-batches that are sorted and padded already."""
     from transformers import AutoModelForCausalLM
 
     from hf_engine.backends._micro_batches import SequenceBatch

@@ -35,7 +35,7 @@ def read_every_byte(pieces: Sequence[TensorDict]) -> int:
 
 
 def expected_sum(num_rows: int) -> int:
-    """What :func:`read_every_byte` finds in the rows of all producers."""
+    """Returns the result of :func:`read_every_byte` for the rows of all producers."""
     return NUM_PRODUCERS * num_rows * (ROW_ITEMS * (ROW_ITEMS - 1) // 2)
 
 

@@ -1,4 +1,4 @@
-"""What generation is measured with: a model, and prompts of ragged lengths."""
+"""Workload of the generation benchmarks: a model, and prompts of ragged lengths."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def list_metrics(results: Results) -> Iterator[tuple[str, tuple[float, str]]]:
 
 
 def _list_ppo(found: Mapping[str, Any], end: str) -> Iterator[tuple[str, tuple[float, str]]]:
-    """What is known of PPO next to its score: KL, the score of what it samples, and the problems that are solved."""
+    """Lists figures of PPO other than its score: KL, its samples' score, and the share of right samples."""
     kl, curves = found["kl_to_reference"], found["curves"]
     yield f"ppo_kl_{end}", (round(kl["value"], 2), f"{kl['unit']}, {kl['estimator']}")
     scores, solved = ([value for _, value in curves[f"reward/{name}/mean"]] for name in ("model", "solved"))

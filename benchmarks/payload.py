@@ -1,4 +1,4 @@
-"""How many bytes of payload pass through this process's hands, counted where Ray packs and unpacks them.
+"""Counter of the payload bytes that pass through this process, where Ray packs and unpacks them.
 
 Every value that a process gives to Ray (an actor call's argument, an object that it puts) goes through
 ``SerializationContext.serialize``, and every value that it gets back through ``deserialize_objects``. Both are wrapped

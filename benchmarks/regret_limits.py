@@ -1,4 +1,4 @@
-"""Whether a correction by layout would find the best of vTrain's multi-machine sweeps: what simulator-errors.md says.
+"""Search for a correction by layout that finds the best of vTrain's multi-machine sweeps; see simulator-errors.md.
 
 Each prediction is multiplied by 1 + a log2(8 / tp) + b log2(pp) + c log2(micro-batch), for many drawn (a, b, c), some
 of which slow down small tensor groups, deep pipelines or large micro-batches and some of which favour them. Prints how
@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def find_regrets(sweep: Sequence[TrainingCase], factors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """What the predicted best costs over the measured best, under each of F factors ``[F, 3]``: ``[F]``."""
+    """Returns the cost of the predicted best over the measured best, under each of F factors ``[F, 3]``: ``[F]``."""
     measured = np.array([case.measured for case in sweep])
     predicted = np.array([case.predict() for case in sweep])
     features = np.log2([describe(case) for case in sweep])
@@ -46,7 +46,7 @@ def find_regrets(sweep: Sequence[TrainingCase], factors: NDArray[np.float64]) ->
 
 
 def describe(case: TrainingCase) -> tuple[float, float, float]:
-    """How many tensor groups a machine has, stages, sequences in a micro-batch."""
+    """Returns a case's tensor groups per machine, stages, and sequences in a micro-batch."""
     sequences = case.workload.micro_batch_tokens / case.workload.sequence_tokens
     return max(1.0, 8 / case.parallel.tp_size), float(case.parallel.pp_size), sequences
 
