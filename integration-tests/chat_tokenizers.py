@@ -19,7 +19,7 @@ _TEXTS = ["What is 12 + 30? It is 42.", "Answer briefly. Which number comes afte
 
 @dataclass(frozen=True)
 class ChatStyle:
-    """How a family writes chats.
+    """Chat format of a family.
 
     Attributes:
         template: in Jinja.

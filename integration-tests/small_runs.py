@@ -1,4 +1,4 @@
-"""What the tests of small runs share: the configuration, how a command ended, and how to read its metrics."""
+"""Common parts of the tests of small runs: the configuration, the outcome of a command, and its metrics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ gpus_per_machine = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command ended."""
+    """Exit code and output of a command."""
 
     exit_code: int
     output: str

@@ -1,4 +1,4 @@
-"""What is read off a recipe's step is the published dataflow; for recipes of one's own too."""
+"""Dataflow derived from a recipe's step: equal to the published one; also for recipes of a user's own."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ train(tuned.model_dir, data, fails, set=short | {"rollout.batch_size": 4, "rollo
 
 
 def read_last_line(outputs: list[Any]) -> str:
-    """What a cell printed at its end."""
+    """Returns the last line that a cell printed."""
     printed = [each.text for each in outputs if each.output_type == "stream" and each.name == "stdout"]
     return str("".join(printed).strip().splitlines()[-1])
 

@@ -1,4 +1,4 @@
-"""What the mapper counts for the logits of a loss, against what PyTorch's and hf-engine's take."""
+"""Memory of a loss's logits: the mapper's figure against PyTorch's and hf-engine's."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def _build_environment(folder: Path) -> Path:
 
 
 def _run(command: list[str], folder: Path, environment: Path | None = None) -> str:
-    """What the command prints, outside the workspace's own environment, with pip's settings where uv reads them."""
+    """Returns the output of a command outside the workspace's environment, with pip's settings where uv reads them."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     if environment is not None:
         variables["PATH"] = f"{environment / 'bin'}:{variables['PATH']}"

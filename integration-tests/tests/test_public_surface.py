@@ -27,7 +27,7 @@ def test_all_lists_what_is_importable(package: str) -> None:
 
 
 def _is_ours(module: types.ModuleType, name: str) -> bool:
-    """Whether a visible name is part of the surface rather than something that the module itself imported to work."""
+    """Returns True if a visible name is part of the surface, and not something that the module imported to work."""
     value = getattr(module, name)
     home = getattr(value, "__module__", module.__name__)
     return not (
@@ -83,7 +83,7 @@ def test_public_names_of_a_module_are_in_its_all(path: Path) -> None:
 
 
 def _is_a_command(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
-    """Whether it belongs to a command line: its name is what users type there, not what they import."""
+    """Returns True for a part of a command line: its name is what users type there, not what they import."""
     return any(re.search(r"\.(command|group)\b", ast.unparse(decorator)) for decorator in node.decorator_list)
 
 

@@ -1,4 +1,4 @@
-"""What is committed: no machine's traces, one version, licences, links that lead somewhere."""
+"""Contents of the repository: no machine's traces, one version, licences, links that lead somewhere."""
 
 from __future__ import annotations
 

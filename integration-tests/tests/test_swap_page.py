@@ -32,7 +32,7 @@ def commands(engine: str) -> list[str]:
 
 
 def check_out(folder: Path) -> None:
-    """What git tracks, as it is in the working tree."""
+    """Copies the files that git tracks, as they are in the working tree."""
     listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listing.returncode:
         pytest.skip("not a git checkout")

@@ -1,4 +1,4 @@
-"""What the mapper says that a reshard receives, against the engine's plan of every message."""
+"""Bytes that a reshard receives: the mapper's figure against the engine's plan of every message."""
 
 from __future__ import annotations
 
