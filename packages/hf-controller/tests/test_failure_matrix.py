@@ -54,7 +54,7 @@ def fail(how: str) -> None:
 
 
 class Member(Worker):
-    """Its rank 1 fails as it is told, in one of the phases of a step."""
+    """Fails on rank 1 as requested, in one of the phases of a step."""
 
     def __init__(self, context, *, how=None):
         super().__init__(context)

@@ -300,7 +300,7 @@ class Terminated(Worker):
 
 @pytest.mark.parametrize("how", ["raise", "swallow", "turn"])
 def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
-    """Whatever the method, or a library that it calls, makes of it; as on Ray."""
+    """Holds even if the method, or a library that it calls, handles the signal; as on Ray."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, InProcessExecutor() as executor:
         build(executor, Terminated).terminate(how)

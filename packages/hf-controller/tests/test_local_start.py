@@ -88,7 +88,7 @@ def test_local_start_refuses_a_file_as_temporary_folder(tmp_path, monkeypatch, w
 
 
 def test_local_start_refuses_a_closed_temporary_folder(monkeypatch):
-    monkeypatch.setenv("TMPDIR", "/proc")  # closed to everybody, whoever runs this test
+    monkeypatch.setenv("TMPDIR", "/proc")  # closed to every user
     text = refusal()
     assert "TMPDIR='/proc': Ray keeps its sockets and logs there, and /proc cannot be written to: No such" in text
 

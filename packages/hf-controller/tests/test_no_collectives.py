@@ -82,7 +82,7 @@ def test_every_rank_of_a_call_runs_whatever_became_of_the_others():
         first, last = (stages.double(BATCH, fails_on=rank) for rank in range(2))
         with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 0 failed: KeyError: 'on 0'"):
             first.result()
-        # Its rows are there all the same, for who reads them; those of the rank that is collected are not.
+        # Its rows are there all the same, for their readers; those of the rank that is collected are not.
         assert stages.double(first, fails_on=None).result()["x"].tolist() == (BATCH["x"] * 4).tolist()
         with pytest.raises(RemoteCallError, match=r"^stages\.double on rank 1 failed: KeyError: 'on 1'"):
             stages.double(last, fails_on=None).result()

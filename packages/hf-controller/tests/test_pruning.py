@@ -114,7 +114,7 @@ def test_a_renamed_column_that_nobody_wants_is_not_waited_for() -> None:
     renamed = Rename(Union(Leaf(wanted), Leaf(unwanted)), (("y", "w"), ("x", "y")))
     assert prune(renamed, {"y"}).sources() == [wanted]
     assert prune(renamed, {"w"}).sources() == [unwanted]
-    # The old name is gone: whoever reads it is told so, with the whole batch in view.
+    # The old name is gone: its reader gets the error, with the whole batch in view.
     assert prune(renamed, {"x"}) is renamed
 
 

@@ -94,7 +94,7 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         lost = single.echo(batch)
         lost.wait()
         told(single.die(0))
-        told(pair.fail())  # its own exception, whoever died elsewhere
+        told(pair.fail())  # its own exception, even if others died elsewhere
         told(pair.echo(lost))
         pair.echo(lost)  # the program knows why
         early = pair.fail()

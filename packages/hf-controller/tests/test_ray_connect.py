@@ -129,7 +129,7 @@ def test_a_rank_that_comes_too_late_to_a_connection_waits_for_nobody(
     left, right = (ray_executor.build_groups(pool, {pool.name: spec})[pool.name] for pool in pools)
     try:
         monkeypatch.setattr(ray_executor, "_start_timeout_s", 5.0)
-        monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)  # who waits is told to leave
+        monkeypatch.setattr(ray_executor, "_collective_timeout_s", 100.0)  # ranks that wait are made to leave
         busy = left.sleep(12.0)
         with pytest.raises(WorkerTimeoutError, match="right/0, left/0 not done with connect within 5 s"):
             connect(right, left, name="late")

@@ -93,7 +93,7 @@ def wait_until_gone(tree: set[Process], within_s: float) -> None:
 
 
 def shared_memory() -> set[str]:
-    """Segments but for the semaphores of Python's multiprocessing, of which these programs make none."""
+    """Returns the segments, except semaphores of multiprocessing, which these programs do not make."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")}
 
 
@@ -106,7 +106,7 @@ def sessions_of(program: subprocess.Popen[str]) -> list[str]:
 
 
 def wait_for_shared_memory(before: set[str]) -> None:
-    """Nothing is left; segments of tests that run beside this one go by themselves."""
+    """Waits until nothing is left; segments of tests that run at the same time go by themselves."""
     deadline_s = time.monotonic() + 30.0
     while left := shared_memory() - before:
         assert time.monotonic() < deadline_s, left
@@ -152,7 +152,7 @@ def test_nothing_is_left_behind(argument, programs):
     assert ("ValueError: this program is wrong" in errors) is (argument == "raise")
     wait_until_gone(tree, within_s=30.0)
     wait_for_shared_memory(before)
-    # The logs are kept for whoever reads of an error.
+    # The logs are kept for the reader of an error.
     assert len(sessions_of(program)) == (1 if argument == "raise" else 0)
     assert "Ray" not in errors
 

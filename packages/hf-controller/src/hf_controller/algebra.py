@@ -159,7 +159,7 @@ class Concat(Expression):
         return first
 
     def _descend(self, wanted: Wanted, measures: Measures) -> list[Wanted]:
-        # No rows are no rows of the first part: it knows what they would be like.
+        # An empty selection is taken from the first part, which knows the form of its columns.
         runs = _cut(wanted.rows, measures.ends(self)) or [(0, RowSelection())]
         return [Wanted(self.parts[part], rows, wanted.names) for part, rows in runs]
 

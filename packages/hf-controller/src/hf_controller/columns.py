@@ -122,7 +122,7 @@ def _find_declared(name: str, given: Iterable[Any], what: str) -> list[Declared]
     return [
         Declared(_name_class(value), _ask(value, name, what))
         for value in given
-        # Only true attributes count: a mapping that answers to any attribute declares nothing.
+        # Only true attributes count: a mapping with every attribute declares nothing.
         if getattr_static(value, name, _ABSENT) is not _ABSENT
     ]
 

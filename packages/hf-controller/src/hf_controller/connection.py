@@ -1,4 +1,4 @@
-"""A process group that joins two worker groups, for what moves between them beside the calls: weights, say."""
+"""A process group that joins two worker groups, for data that moves between them outside calls, such as weights."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def join_joint_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> Any:
-    """Make a process group beside the default one, of ranks that have no default group in common.
+    """Make a process group in addition to the default one, of ranks that have no default group in common.
 
     Ranks in it are joint ranks, as an argument of ``torch.distributed``'s functions too (``src``, ``dst``). ``device``
     is ``"cpu"`` for gloo or a CUDA device for nccl; the other arguments are those of :func:`join_default_group`.

@@ -244,7 +244,7 @@ def _splits(protocol: TransferProtocol, topology: Topology) -> bool:
     num_rows = 1024 * topology.world_size
     try:
         return any(0 < len(rows) < num_rows for rows in protocol.distribute(topology, num_rows))
-    except BatchError:  # so many rows cannot be shared out
+    except BatchError:  # so many rows cannot be distributed
         return True
 
 

@@ -187,7 +187,7 @@ class Failure:
 def went_alike(called: Collection[int], failures: Mapping[int, Failure], passed_on: Collection[int]) -> bool:
     """Returns True if the ranks of a call that is over went equally far, so that no collective is half done.
 
-    All refused, or passed on the failure of an input; or all came through the method, whatever became of its result.
+    All refused, or passed on the failure of an input; or all came through the method, with any result.
 
     Args:
         called: the called ranks.

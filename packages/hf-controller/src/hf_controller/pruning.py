@@ -2,7 +2,7 @@
 
 A reward reads the responses; that values were joined to the same batch must not make it wait for the critic. What a
 call returns is known before it ran where its method was registered with ``writes``. There mistakes in columns are found
-at once, those in columns that the call does not read too; elsewhere whoever reads the batch finds them.
+at once, those in columns that the call does not read too; elsewhere the reader of the batch finds them.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ def prune(expression: Expression, reads: Collection[str], known: Mapping[int, Kn
 def _cut(task: _Task, known: Mapping[int, Known]) -> _Cut:
     node, wanted = task
     if known[id(node)] is None and isinstance(node, Select | Rename):
-        return _Cut([], lambda _: node)  # whoever reads it says whether its columns exist
+        return _Cut([], lambda _: node)  # its reader says whether its columns exist
     match node:
         case Select(batch, chosen):
             if not wanted <= _bare(chosen):
-                return _Cut([], lambda _: node)  # whoever reads it says what is missing, and what is there
+                return _Cut([], lambda _: node)  # its reader says what is missing, and what is there
             kept = tuple(name for name in chosen if name.removesuffix("?") in wanted)
             return _Cut([_Task(batch, _bare(kept))], lambda below: Select(below[0], kept))
         case Rename(batch, names):
@@ -112,7 +112,7 @@ def _cut_rename(rename: Rename, batch: Expression, names: Sequence[tuple[str, st
     kept = tuple((old, new) for old, new in names if new in wanted)
     old_names = {new: old for old, new in kept}
     if wanted & (dict(names).keys() - old_names.keys()):
-        return _Cut([], lambda _: rename)  # a name that is gone: whoever reads it says so
+        return _Cut([], lambda _: rename)  # a name that is gone: its reader says so
     own = frozenset(old_names.get(name, name) for name in wanted)
     # Alone, so that no other column has a new name already.
     columns = tuple(f"{name}?" for name in sorted(own))

@@ -1,6 +1,6 @@
 """One process's side of a call: read the rows, run the method, store the result.
 
-A host holds the workers of one rank by role. It knows no executor: whoever drives it passes a store.
+A host holds the workers of one rank by role. It knows no executor: the caller passes a store.
 """
 
 from __future__ import annotations

@@ -105,6 +105,6 @@ def _check_rows(num_rows: int, num_inputs: int, spec: MethodSpec, what: str) -> 
         )
     if spec.rows == "times" and (num_inputs == 0 or num_rows % num_inputs):
         raise BatchError(
-            f"{what} is registered with rows='times', got {num_inputs} rows and returned {num_rows}, which is no "
+            f"{what} is registered with rows='times', got {num_inputs} rows and returned {num_rows}, which is not a "
             "multiple: return equally many rows for each, or register it with rows='unknown'"
         )

@@ -69,7 +69,7 @@ class SignalGuard:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around code of others, such as a library's wait: a signal that arrives within it raises its exception at the
-        end, whatever that code made of it.
+        end, even if that code handled or changed it.
         """
         self._received = None
         try:

@@ -139,7 +139,7 @@ class Watched(Protocol):
 
 
 class _Untold(NamedTuple):
-    """A failure that the program was not told of, and the call that failed."""
+    """A failure that was not reported to the program, and the call that failed."""
 
     call_id: int
     pool: ResourcePool
@@ -151,7 +151,7 @@ def _call_id(untold: _Untold) -> int:
 
 
 class Trace:
-    """The spans of an executor's calls, and which of their failures the program was told of.
+    """The spans of an executor's calls, and the failures that were reported to the program.
 
     Args:
         take_ready: takes from watched handles those whose reports are there, each with its report, or with None where
@@ -207,8 +207,8 @@ class Trace:
                 self._note_failure(report.span.call_id, report.failure, pool)
 
     def tell(self, call_id: int, failure: Failure) -> None:
-        """The program is told why a call failed: of a failure of its own, which its other ranks share, or of that of
-        an earlier call or a process, which it needs.
+        """Marks a call's failure as reported: a failure of its own, which its other ranks share, or that of an earlier
+        call or a process, which it needs.
         """
         self._failed.pop(call_id, None)
         self._settle(f"call {call_id}", failure)
@@ -224,7 +224,7 @@ class Trace:
         self._note_failure(call.call_id, failure, call.pool)
 
     def forget(self, pool: ResourcePool) -> None:
-        """The program builds the groups of ``pool`` again: how its earlier calls there failed is no news."""
+        """The program builds the groups of ``pool`` again: failures of earlier calls there are forgotten."""
         self._forgotten[pool] = self._last_call_id
         self._untold = {origin: each for origin, each in self._untold.items() if each.pool is not pool}
         self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}
@@ -247,7 +247,7 @@ class Trace:
         return _in_order(self._failed.values())
 
     def find_untold(self) -> Failure | None:
-        """The failure of the first call that failed, but for those that the program was told of."""
+        """Returns the failure of the first failed call, except failures that were reported to the program."""
         self._collect()
         return min(self._untold.values(), key=_call_id).failure if self._untold else None
 

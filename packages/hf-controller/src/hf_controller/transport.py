@@ -2,8 +2,8 @@
 
 A jagged column is its flat values plus one length per row; lengths that several columns have in common are stored once.
 Readers on the producer's machine see the arrays without a copy, so that a column they do not read costs nothing;
-readers elsewhere ask for the rows and columns they need. This module is the seam for another medium: whatever
-implements :class:`ObjectStore` can carry batches.
+readers elsewhere ask for the rows and columns they need. This module is the seam for another medium: any
+implementation of :class:`ObjectStore` can carry batches.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def encode_batch(
     """Put the columns of ``batch`` (batch_size [B]) into ``store``.
 
     Raises:
-        BatchError: for a batch_size that is not one number, a column that is no dense or jagged tensor, or a
+        BatchError: for a batch_size that is not one number, a column that is not a dense or jagged tensor, or a
             column's name that ends in ``?``.
     """
     from tensordict import TensorDictBase

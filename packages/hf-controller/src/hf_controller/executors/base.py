@@ -35,8 +35,8 @@ class Executor(ABC):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
     Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
-    their results would be, but for those of which the program was told already that they are late. The first failure
-    that the program was not told of is then raised, with a note of the line that made the call. After an exception,
+    their results would be, except those that were already reported as late. The first failure
+    that was not reported is then raised, with a note of the line that made the call. After an exception,
     which stays the one that is raised, and in :meth:`close`, calls that are not over end at once, and failures are not
     looked for.
 
@@ -95,7 +95,7 @@ class Executor(ABC):
 
     @contextmanager
     def deadline(self, deadline: Deadline) -> Iterator[None]:
-        """Calls made inside the block have this deadline, whatever their methods' own are."""
+        """Gives calls made inside the block this deadline, in place of their methods' own."""
         before, self._phase_deadline = self._phase_deadline, deadline
         try:
             yield
@@ -113,8 +113,8 @@ class Executor(ABC):
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """Returns each rank's activity, process, machine and log, and the Python stack of its call.
 
-        It is asked beside the calls. A rank that does not answer in time is described as such, with its last call. The
-        in-process executor has nothing to describe.
+        The request does not wait for calls. A rank that does not answer in time is described as such, with its last
+        call. The in-process executor has nothing to describe.
         """
         return {}
 
@@ -139,7 +139,7 @@ class Executor(ABC):
             self.close()
 
     def _end_calls(self) -> None:
-        """Wait until the calls are over, and raise the first failure that the program was not told of."""
+        """Wait until the calls are over, and raise the first failure that was not reported."""
         self._finish_calls()
         untold = self.trace.find_untold()
         if untold is not None:
@@ -301,7 +301,7 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
 
 
 def _describe_layout(topology: Topology) -> str:
-    """pp-tp-dp, and whatever is not as usual."""
+    """Returns pp-tp-dp, and every setting that is not the default."""
     train, generation = topology.train, topology.generation
     unusual = {
         "cp": train.cp_size if train.cp_size > 1 else None,

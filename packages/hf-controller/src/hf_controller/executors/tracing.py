@@ -226,7 +226,7 @@ class _TracedMetrics(MetricsFuture):
 
 
 class _Zeros(dict[str, Any]):
-    """Answers 0.0 for any name. Which names there are is not known, so it has none to iterate over."""
+    """Returns 0.0 for any name. The names are not known, so iteration is empty."""
 
     def __missing__(self, name: str) -> Any:
         return 0.0

@@ -40,7 +40,7 @@ Check = Callable[[StageWorker], None]
 
 
 def conformance_checks(*, collectives: bool = True) -> tuple[Check, ...]:
-    """Every check; without ``collectives`` those that need none between ranks."""
+    """Returns every check; without `collectives` only those that do not use collectives."""
     return _WITHOUT_COLLECTIVES + (_WITH_COLLECTIVES if collectives else ())
 
 

@@ -14,7 +14,7 @@ __all__ = ["build_batch", "require", "require_batch", "require_raises", "sum_tok
 
 
 def build_batch(num_rows: int, *, seed: int = 0, tokens: list[int] | None = None) -> TensorDict:
-    """Columns of every kind; row i has i tokens (so the first has none), or as many as given."""
+    """Columns of every kind; row i has i tokens (so the first is empty), or as many as given."""
     generator = torch.Generator().manual_seed(seed)
     lengths = tokens or list(range(num_rows))
     rows = [torch.arange(length) + 100 * row for row, length in enumerate(lengths)]

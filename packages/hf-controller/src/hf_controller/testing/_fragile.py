@@ -1,4 +1,4 @@
-"""A worker that raises, sleeps or dies when it is told to, and a group of two."""
+"""A worker that raises, sleeps or dies on request, and a group of two."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ BEYOND = TransferProtocol("one row too many", _one_row_too_many, DP.collect)
 """A mistake."""
 
 BLOCKS = TransferProtocol("blocks of four", _blocks_of_four, RANK_ZERO.collect)
-"""Of few rows the last ranks get none, and are not collected."""
+"""With few rows the last ranks get empty batches, and are not collected."""
 
 TWO_CHUNKS = TransferProtocol("two chunks each", _two_chunks_each, DP.collect)
 """As many rows as ranks are too few."""
@@ -219,7 +219,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ALL_TO_ALL, returns="object")
     def hear(self, value: Any) -> tuple[int, Any]:
-        """This rank's item, whatever it is."""
+        """Returns this rank's item, of any kind."""
         return self.context.rank, value
 
     @register(protocol=DP)
