@@ -24,7 +24,7 @@ def negative_logprobs(outputs, micro_batch):
 
 
 def load_what_rank_1_refuses(backend_name, sizes, models, folder):
-    """Rank 1 is told of another directory than rank 0."""
+    """Loads another directory on rank 1 than on rank 0."""
     topology, is_second = Topology(ParallelSpec.parse(sizes)), dist.get_rank() == 1
     config = TrainConfig(learning_rate=1e-2)
     backend = load_train_backend(backend_name).build(models["mine"], topology=topology, config=config)
@@ -87,7 +87,7 @@ def test_groups_wait_as_long_as_the_default_group():
 
 
 def disagree():
-    """Each rank raises the mistake of one; numbers that differ are no mistake, and the group goes on."""
+    """Checks that each rank raises the mistake of one; numbers may differ, and the group goes on."""
     is_second = dist.get_rank() == 1
     group = dist.new_group([1, 0], sort_ranks=False)
     for failure, own in ((BatchError("mine"), "^mine$"), (OSError("full"), "^rank 1 refused: OSError: full; nothing ")):

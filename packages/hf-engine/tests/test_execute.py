@@ -339,7 +339,7 @@ def test_a_rank_outside_of_the_group_runs_no_plan(ranks3):
 
 
 def plans_that_differ():
-    """As many rounds and bytes, but other pieces; a plan without any beside one with some; senders chosen otherwise."""
+    """As many rounds and bytes, but other pieces; a plan without rounds next to one with some; other senders."""
     rank, shapes = dist.get_rank(), {"a": (8, 4), "b": (8, 4)}
     sharded, whole = fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2))
     columns = WeightLayout(

@@ -22,7 +22,7 @@ GENERATION = '{"eos_token_id":   [2, 7],\n  "temperature": 0.9, "do_sample": fal
 
 
 def write_model(directory: Path, kept: str = "norm", **options) -> Path:
-    """Weights in bfloat16, but for those whose names have `kept`; a generation configuration that nobody formatted."""
+    """Weights in bfloat16, except those whose names have `kept`; a generation configuration that nobody formatted."""
     model = write_tiny_model(directory, **{"tie_embeddings": False, "dtype": "bfloat16", **options})
     weights = load_file(model / "model.safetensors")
     cast = {name: each if kept in name else each.bfloat16() for name, each in weights.items()}

@@ -48,7 +48,7 @@ COVER = {
     ("megatron 1-2-2", 1),
     ("megatron 2-2-1", 2),
 }
-"""Pairs that a short run takes: any two sizes that meet in the whole matrix meet in one of them, but for dp_size 4."""
+"""Pairs that a short run takes: any two sizes that meet in the whole matrix meet in one of them, except dp_size 4."""
 
 
 def replicas(name, gen_tp):

@@ -54,7 +54,7 @@ def test_ranks_agree_on_the_largest_count_and_short_ones_run_dummies(ranks2):
 
 
 def agree_in_replicas(batches, replicas, arguments=None):
-    """Rows of each micro-batch of this rank, or what all ranks are told."""
+    """Rows of each micro-batch of this rank, or the error of all ranks."""
     batch = batches[dist.get_rank()]
     given = arguments and arguments[dist.get_rank()]
     world, device = dist.group.WORLD, torch.device("cpu")

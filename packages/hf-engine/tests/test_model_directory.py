@@ -290,7 +290,7 @@ SHARDS = {
         lambda model, index: index.write_text('{"weight_map": {"a": 1}}'),
         "its weight_map maps no names",
     ),
-    "elsewhere": (lambda model, index: index.write_text('{"weight_map": {"a": "../model.safetensors"}}'), "beside it"),
+    "elsewhere": (lambda model, index: index.write_text('{"weight_map": {"a": "../model.safetensors"}}'), "next to it"),
     "pickles": (
         lambda model, index: index.write_text('{"weight_map": {"a": "pytorch_model.bin"}}'),
         "not a safetensors f",

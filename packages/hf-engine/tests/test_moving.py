@@ -61,7 +61,7 @@ def test_training_weights_inside_are_not_released(ranks2, tmp_path):
 
 
 def change_weights_on_rank_1(model):
-    """Both ranks are told at once, and the next transition moves."""
+    """Checks that both ranks raise at once, and the next transition moves."""
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
     rollout = load_rollout_backend("transformers").build(model, topology=topology)

@@ -87,7 +87,7 @@ def test_forbidden_tokens_are_never_drawn():
         ({"n": 1.5}, "n=1.5"),
         ({"stop_strings": "abc"}, "stop_strings='abc'"),
         ({"stop_strings": ("abc", "")}, "give no empty string"),
-        ({"stop_strings": ("abc\ud83d",)}, "half a character"),
+        ({"stop_strings": ("abc\ud83d",)}, "unpaired surrogate"),
         ({"stop_token_ids": 3}, "stop_token_ids=3"),
         ({"stop_token_ids": ("3",)}, "stop_token_ids='3'"),
         ({"seed": 0.5}, "seed=0.5"),

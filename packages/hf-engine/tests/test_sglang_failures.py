@@ -1,4 +1,4 @@
-"""Real SGLang engines that are used wrongly, fail or are killed, and ranks that fail beside them."""
+"""Real SGLang engines that are used wrongly, fail or are killed, and ranks that fail next to them."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_a_model_without_a_tokenizer_is_refused_with_what_to_do(tmp_path):
     from tensordict import TensorDict
 
     batch = TensorDict({"prompt_ids": prompts, "row_id": torch.zeros(1, dtype=torch.int64)}, batch_size=[1])
-    with pytest.raises(BackendError, match=r"stop_strings=\('end',\) needs tokenizer.json of .*or give stop_token_ids"):
+    with pytest.raises(BackendError, match=r"stop_strings=\('end',\) needs tokenizer.json of .*or set stop_token_ids"):
         backend.generate(batch, SamplingParams(max_new_tokens=2, stop_strings=("end",)))
 
 
@@ -113,7 +113,7 @@ def test_a_model_of_the_hub_has_its_tokenizer_there(hub):
     assert found[0][-2:].tolist() == [first, second]
     assert load_stop_strings("maker/tiny", SAMPLING).cut([4, 7]) == 2
     (hub / "tokenizer.json").unlink()
-    with pytest.raises(BackendError, match=r"needs tokenizer.json of 'maker/tiny' .*or give stop_token_ids: "):
+    with pytest.raises(BackendError, match=r"needs tokenizer.json of 'maker/tiny' .*or set stop_token_ids: "):
         load_stop_strings("maker/tiny", SAMPLING)
     with pytest.raises(BackendError, match=r"needs tokenizer.json of 'maker/other'"):
         load_stop_strings("maker/other", SAMPLING)

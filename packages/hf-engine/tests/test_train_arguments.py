@@ -194,7 +194,7 @@ def test_data_parallel_ranks_are_given_one_denominator(ranks2, tmp_path, backend
 
 
 def give_a_replica_different_rows(model, sizes):
-    """Every rank is told at once, and the next step is taken."""
+    """Checks that every rank raises at once, and the next step is taken."""
     topology = Topology(ParallelSpec.parse(sizes))
     backend = load_train_backend("megatron").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))
     batch = build_batch(4, vocab_size=64)

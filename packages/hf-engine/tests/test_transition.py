@@ -46,7 +46,7 @@ def topology_of(pp, tp, dp, gen_pp, gen_tp, order="megatron"):
 
 
 def uniform_for(sizes):
-    """The smallest uniform model that every way of sharding shares out evenly."""
+    """Returns the smallest uniform model that every way of sharding divides evenly."""
     pp, tp, dp, _, _ = sizes
     return uniform_shape(num_layers=pp, size=pp * tp * dp)
 
@@ -134,7 +134,7 @@ def test_published_models_come_within_a_thousandth_of_the_formula(preset, train,
 
 
 def every_preset():
-    """Whole, but for those with thousands of parameters: six of their layers, and the whole in the slow lane."""
+    """Yields whole models; of those with thousands of parameters six layers, and the whole in the slow lane."""
     for name in PRESETS:
         model = ModelShape.preset(name)
         if len(model.parameters()) < 2000:
@@ -163,7 +163,7 @@ def test_every_preset_comes_within_a_thousandth_of_the_formula(model):
 
 
 def stored_bytes(model, num_stages):
-    """Of one model cut into stages: the first and the last have an embedding each, tied or not."""
+    """Returns the bytes of one model split into stages: the first and the last have an embedding each, tied or not."""
     second = model.vocab_size * model.hidden_size if model.tie_embeddings and num_stages > 1 else 0
     return 2 * (model.num_parameters + second)
 

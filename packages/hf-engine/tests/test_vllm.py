@@ -130,7 +130,7 @@ def train_and_generate(backend, topology, train_model, rollout_model, directory)
 
 
 def peak_of_updates(model):
-    """By parameters per call: the most bytes that torch had allocated at once, beside a call's own tensors."""
+    """By parameters per call: the most bytes that torch had allocated at once, without a call's own tensors."""
     backend = build(model, Topology(ParallelSpec(), GenerationSpec()))
     parts = {name: box for name, (box,) in backend.weight_layout().boxes_of(0).items()}
 

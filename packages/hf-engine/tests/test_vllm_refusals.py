@@ -106,7 +106,7 @@ def refuse(models, directory):
 
 
 def change_config(model, name, **entries):
-    """A copy of a model beside it."""
+    """Makes a copy of a model next to it."""
     copy = shutil.copytree(model, model.parent / name)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | entries))

@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         print(options.run(options), flush=True)
     except BrokenPipeError:
-        # Whoever reads, such as `head`, has enough; what is still buffered goes nowhere on the way out.
+        # The reader, such as `head`, has enough; what is still buffered goes nowhere on the way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HybridFlowError, OSError) as error:
         print(f"hf-engine {options.command}: {error}", file=sys.stderr)

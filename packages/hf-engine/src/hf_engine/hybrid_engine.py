@@ -283,7 +283,7 @@ class HybridEngine:
         if self._is_closed:
             return
         self._is_closed, self._mover = True, None
-        with ExitStack() as each:  # in the reverse order, whatever one of them raises
+        with ExitStack() as each:  # in the reverse order, even if one of them raises
             each.callback(self._end_group)
             each.callback(self._train.close)
             each.callback(self._rollout.close)

@@ -86,7 +86,7 @@ def _bounds(dtype: object, given: object) -> tuple[float, float]:
         raise ReshardError(f"dtype={show(dtype)}: give one of {', '.join(LOGPROB_BOUNDS)}")
     if given is None:
         return LOGPROB_BOUNDS[dtype]
-    # Whatever is compared with NaN passes.
+    # Every comparison with NaN passes.
     bounds = given if isinstance(given, tuple | list) else ()
     if [isinstance(bound, int | float) and bound >= 0 for bound in bounds] != [True, True]:
         raise ReshardError(

@@ -34,7 +34,7 @@ def pair_adapters(train: TrainBackend, rollout: RolloutBackend, training_weights
     """Has a training backend with adapters show them as the rollout backend takes them: apart, or merged.
 
     Returns:
-        `training_weights`; merged weights are copies, beside which the training weights stay: `"keep"` by default.
+        `training_weights`; merged weights are copies, and the training weights stay: `"keep"` by default.
 
     Raises:
         BackendError: for merged weights that were to be moved, or a rollout backend with other adapters.

@@ -96,7 +96,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "
             "start as many processes as the topology names"
         )
-    # torch would give a new group half an hour, whatever its caller chose for the default group.
+    # torch would give a new group half an hour, even if the caller chose another timeout for the default one.
     timeout = default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
     own: dist.ProcessGroup | None = None
     for ranks in topology.groups(axis):

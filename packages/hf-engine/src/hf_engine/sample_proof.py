@@ -124,7 +124,7 @@ class SampleProof:
 
 
 def _first_of(column: Ragged, row: int, most: int | None = None) -> torch.Tensor:
-    """A copy: a view would be sent with all that lies beside it."""
+    """Returns a copy: a view would be sent with its whole storage."""
     start, length = int(column.starts[row]), int(column.lengths[row])
     return column.values[start : start + length][:most].cpu().clone()
 

@@ -38,7 +38,7 @@ class TransitionMemory:
     training: Literal["moved", "kept", "offloaded"]
     """Place of the training shard: inside the generation shard, next to it, or on the host."""
     training_bytes: int
-    """Device bytes of the training shard beside the generation shard, less padding; 0 when moved or offloaded."""
+    """Device bytes of the training shard next to the generation shard, less padding; 0 when moved or offloaded."""
     host_bytes: int
     """On the host: the training shard when offloaded; when moved, copies of what only training holds, and padding."""
     peak_bytes: int

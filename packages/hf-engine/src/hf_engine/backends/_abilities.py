@@ -83,7 +83,7 @@ class SupportsShardLoading(Protocol):
     @property
     def staging_bytes(self) -> int:
         """The most bytes that this rank's shards occupy on their way through an update, on the device, the host or in
-        files, beside the tensors that `load_shards` is given.
+        files, in addition to the tensors that `load_shards` is given.
         """
         ...
 
@@ -138,7 +138,7 @@ class SupportsBufferLoading(Protocol):
 
 @runtime_checkable
 class HoldsPadding(Protocol):
-    """A training backend with memory beside its weights that only computing with them needs."""
+    """A training backend with memory next to its weights that only computation needs."""
 
     def padding(self) -> Sequence[torch.Tensor]:
         """Tensors whose storages hold nothing of worth and no weight, as what FSDP2 has for a rank without rows.
@@ -162,7 +162,7 @@ class FormsReplicas(Protocol):
 class DrawsItself(Protocol):
     """A rollout backend whose engine draws with its own numbers, from a seed for every sample.
 
-    Its samples are not those of other backends. It reports what such an engine reports, and refuses whatever would have
+    Its samples are not those of other backends. It reports what such an engine reports, and refuses settings that give
     log-probs of another distribution than the full one at the temperature.
     """
 
@@ -194,7 +194,7 @@ class ChecksLayout(Protocol):
 
 @runtime_checkable
 class ChecksOptions(Protocol):
-    """A rollout backend that knows from its class alone which options `build` refuses on whatever machine.
+    """A rollout backend that knows from its class alone which options `build` refuses on every machine.
 
     Runs are planned elsewhere, and an earlier run's files go before ranks start: both ask this first.
     """
@@ -204,8 +204,8 @@ class ChecksOptions(Protocol):
         """Refuses values of options that are wrong wherever the ranks run, by the rules of `build`.
 
         Args:
-            options: what `build` is given beside model, topology and seed, of the kinds that it takes; what is left out
-                has `build`'s default.
+            options: arguments of `build` other than model, topology and seed, of the kinds that it takes. Options
+                that are left out have `build`'s defaults.
 
         Raises:
             BackendError: naming the option, what was given and what is wanted.
@@ -217,7 +217,7 @@ class ChecksOptions(Protocol):
 class SupportsModelCheck(Protocol):
     """A backend that knows from its class and a model's files alone which models `build` refuses.
 
-    The controller asks before anything starts, beside `check_model_directory`, which holds for every backend.
+    The controller asks before anything starts, in addition to `check_model_directory`, which holds for every backend.
     """
 
     @classmethod
@@ -236,7 +236,7 @@ class SupportsModelCheck(Protocol):
 
 @runtime_checkable
 class SupportsScores(Protocol):
-    """A training backend that builds models with `head="score"`, which answer one number for a sequence."""
+    """A training backend that builds models with `head="score"`, which return one number for a sequence."""
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Column `scores`, float32 [B]: the number of each prompt with its response.

@@ -58,7 +58,7 @@ class TrainBackend(Protocol):
             head: `"lm"` keeps the language-model head; `"value"` puts a zero `Linear(hidden, 1)` in its place;
                 `"score"` is a sequence classifier with one label, of backends that are `SupportsScores`.
             trainable: False means no optimizer and no gradients (a reference model).
-            seed: for whatever the backend initialises at random.
+            seed: for everything that the backend initialises at random.
 
         Raises:
             BackendError: on every rank, if the model cannot be read on any.
@@ -128,11 +128,11 @@ class TrainBackend(Protocol):
     ) -> Metrics:
         """One optimizer step on the loss `sum over all micro-batches and ranks of loss_sum / denominator`.
 
-        It is `forward_backward` and `optim_step` in a row. The result does not depend on how rows are cut into
+        It is `forward_backward` and `optim_step` in a row. The result does not depend on how rows are split into
         micro-batches or spread over ranks.
 
         Args:
-            batch: this rank's rows: `prompt_ids`, `response_ids` and whatever `loss_fn` reads.
+            batch: this rank's rows: `prompt_ids`, `response_ids` and every column that `loss_fn` reads.
             loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the
                 response tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the
                 micro-batch holds every jagged column of the batch padded with 0 (False), dense columns as they are,
@@ -147,8 +147,8 @@ class TrainBackend(Protocol):
                 `candidate_ids`, jagged [B, tokens, k]; a token outside of the vocabulary has -inf.
 
         Returns:
-            This rank's metrics summed over micro-batches, and those of `optim_step`. Of a step that is left out, the
-            latter alone.
+            This rank's metrics summed over micro-batches, and those of `optim_step`. Of a step that is left out, those
+            of `optim_step` alone.
 
         Raises:
             BatchError: on every rank, if none has a row.
@@ -308,7 +308,7 @@ class RolloutBackend(Protocol):
     """A generation engine on the ranks of a topology. Every method is called on every rank."""
 
     largest_generation: ClassVar[GenerationSpec | None]
-    """Largest sizes of a generation replica that the engine runs, for whoever plans; None: any."""
+    """Largest sizes of a generation replica that the engine runs, for planners; None: any."""
 
     @classmethod
     def build(cls, model: str | Path, *, topology: Topology, seed: int = 0) -> RolloutBackend:

@@ -245,7 +245,7 @@ def _refuse_other_sizes(files: ModelDirectory, differing: Collection[tuple[str, 
 def _refuse_surplus(
     files: ModelDirectory, loaded: Any, unexpected: Collection[str], heads: Collection[str] = ()
 ) -> None:
-    """Of families that `ModelShape` does not know; transformers leaves out what a family is known to carry beside."""
+    """Of families that `ModelShape` does not know; transformers leaves out known additional tensors of a family."""
     surplus = sorted(name for name in unexpected if not is_buffer(name) and name not in heads)
     if files.num_extra_layers:  # which predict further tokens: neither trained nor used to generate
         num_layers = loaded.config.get_text_config().num_hidden_layers

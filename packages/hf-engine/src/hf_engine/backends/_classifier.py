@@ -30,7 +30,7 @@ _LM_HEADS = ("lm_head", "embed_out", "output")
 
 
 def has_classifier(files: ModelDirectory) -> bool:
-    """True if transformers has a sequence classifier of this family; a value head stands in where it has none."""
+    """True if transformers has a sequence classifier of this family; otherwise a value head stands in."""
     family = files.config.get("model_type")
     is_known = family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     if files.is_classifier and not is_known:
@@ -42,7 +42,7 @@ def has_classifier(files: ModelDirectory) -> bool:
 
 
 def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
-    """Loads a sequence classifier with one label; None for a family of which transformers has none.
+    """Loads a sequence classifier with one label; None for a family without one in transformers.
 
     The trunk may be that of a language model, whose head starts at 0, or of a critic, whose head is taken over.
 

@@ -10,7 +10,7 @@ __all__ = ["Closed"]
 
 
 class Closed:
-    """Whoever asks it for anything is told that the backend was closed."""
+    """Object whose every use fails, with the message that the backend was closed."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

@@ -45,9 +45,9 @@ def check_directory(directory: object) -> None:
 
 
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
-    """Fills a directory beside `directory` and then renames it there. Collective.
+    """Fills a directory next to `directory` and then renames it there. Collective.
 
-    An earlier model there is replaced, a tokenizer beside it stays, and there may be nothing else. One
+    An earlier model there is replaced, a tokenizer next to it stays, and any other file is refused. One
     that a crash left aside is put back first, so that this holds for it too.
 
     Args:
@@ -63,7 +63,7 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
     with together("nothing was written", group):
         check_directory(directory)
         target = Path(directory).resolve()
-        if not target.name:  # the root, which nothing can be beside
+        if not target.name:  # the root, which has no neighbours
             _refuse_others_files(target)
     agree_on_directory(target, group)
     filling, replaced = (target.with_name(f".{target.name}.{state}") for state in ("filling", "replaced"))
@@ -114,7 +114,7 @@ def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> N
 
 
 def _prepare(target: Path, filling: Path, replaced: Path) -> None:
-    """An empty directory to fill, beside what a reader finds; nothing is aside after it."""
+    """Makes an empty directory to fill, next to the one that readers find; nothing is aside after it."""
     shutil.rmtree(filling, ignore_errors=True)
     if replaced.exists():
         if target.exists() and any(_is_replaced(path, _WEIGHTS) for path in target.iterdir()):

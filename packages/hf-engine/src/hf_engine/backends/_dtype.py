@@ -1,4 +1,4 @@
-"""The dtypes that a rollout engine may compute in, whatever the training backend's: shards are cast on their way."""
+"""The dtypes that a rollout engine may compute in, for any training dtype: shards are cast on their way."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Ragged:
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """int64 [B + 1], of the same rows packed without holes; the column's own where it has none."""
+        """int64 [B + 1], of the same rows packed without holes; the column's own where it has no holes."""
         if self.column.lengths() is None and int(self._stored_offsets[0]) == 0:
             return self._stored_offsets
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])

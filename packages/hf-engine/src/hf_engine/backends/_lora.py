@@ -112,7 +112,7 @@ def check_model_adapters(files: ModelDirectory, lora: LoraConfig, head: Head) ->
 
 
 def add_adapters(model: Any, lora: LoraConfig, *, seed: int) -> None:
-    """Puts adapters into a model: `B` is 0, `A` drawn from `seed`. All else is frozen, but for a head that scores.
+    """Puts adapters into a model: `B` is 0, `A` drawn from `seed`. All else is frozen, except a head that scores.
 
     Raises:
         BackendError: for targets that the model lacks, or without peft.

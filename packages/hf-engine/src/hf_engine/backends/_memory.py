@@ -111,7 +111,7 @@ def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> 
     with ExitStack() as undo:
         for storage in caches:
             undo.callback(storage.resize_, 0)
-        with lack_of_memory_is_an_error(failed, "lower cache_bytes, or hold less beside it"):
+        with lack_of_memory_is_an_error(failed, "lower cache_bytes, or hold less next to it"):
             for storage, num_bytes in zip(caches, sizes, strict=True):
                 storage.resize_(num_bytes)
                 # What is masked is multiplied by zero, and memory may hold what is not finite.

@@ -1,4 +1,4 @@
-"""Device memory given up and taken again, behind the backs of whoever holds views of it."""
+"""Device memory that is released and taken again, while other code holds views of it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class OffloadedMemory:
         if self._lacks_weights:
             raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
         weights = [tensor for tensor in self._weights() if tensor.numel()]
-        # Whoever reads a storage without bytes dies of it, without an error.
+        # Reading a storage without bytes kills the process, without an error.
         if any(not tensor.untyped_storage().nbytes() for tensor in weights) or hold_training_weights(weights):
             raise BackendError(
                 f"{method} needs the weights, which are inside those of a generation engine: leave generation() "

@@ -26,7 +26,7 @@ _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 def read_prompts(
     batch: TensorDict, sampling: SamplingParams, *, vocab_size: int, positions: int | None, ends: Collection[int]
 ) -> Ragged:
-    """The prompts of a batch, after a refusal of whatever no engine can generate from.
+    """Returns the prompts of a batch, after refusing those that no engine can generate from.
 
     Engines are asked for nothing before: some fail at a token that they do not know and cannot be used again.
 

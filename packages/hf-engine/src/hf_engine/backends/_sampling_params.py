@@ -38,10 +38,10 @@ class SamplingParams:
     greedy: bool = False
     """Take the most likely token instead of drawing; temperature still scales the reported log-probs."""
     stop_token_ids: tuple[int, ...] = ()
-    """A response ends with any of these, beside the model's own end-of-sequence tokens; the token is kept."""
+    """A response ends with any of these, or of the model's own end-of-sequence tokens; the token is kept."""
     stop_strings: tuple[str, ...] = ()
     """A response ends with the token that completes any of these in its text; the token is kept. Needs
-    `tokenizer.json` beside the model, in its directory or on the hub."""
+    `tokenizer.json` next to the model, in its directory or on the hub."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0
@@ -68,7 +68,7 @@ class SamplingParams:
         for text in self.stop_strings:
             check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-                raise ConfigError(f"a text in stop_strings={show(text)} has half a character, which no response has")
+                raise ConfigError(f"a text in stop_strings={show(text)} contains an unpaired surrogate. Remove it")
         if "" in self.stop_strings:
             raise ConfigError("stop_strings: give no empty string, which would stop everything")
         if self.greedy and self.n > 1:

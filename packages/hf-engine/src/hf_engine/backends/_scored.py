@@ -1,4 +1,4 @@
-"""Models that answer one number for a sequence: reward models and cost models.
+"""Models that return one number for a sequence: reward models and cost models.
 
 A row of a batch is a prompt and one response, or two responses of which a loss compares the scores. Both sequences of a
 row stay in one micro-batch, padded on the right, which every sequence classifier of transformers takes.
@@ -24,7 +24,7 @@ __all__ = ["ScoredBatch", "forward_scores", "read_sequences"]
 
 
 class ScoredBatch(SequenceBatch):
-    """A batch of prompts, each with one response or two, cut into micro-batches of whole rows.
+    """A batch of prompts, each with one response or two, split into micro-batches of whole rows.
 
     Args:
         batch: has `prompt_ids` and `response_ids`, jagged; `rejected_ids`, jagged, is the second response of each row.

@@ -1,4 +1,4 @@
-"""Ending a response at a string: the text of its last tokens, whatever engine drew them."""
+"""End of a response at a string: found in the text of its last tokens, for every engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
     """Returns the strings that end responses in addition to stop tokens; None without strings.
 
     Raises:
-        BackendError: without a tokenizer beside the model, or with one that cannot be read.
+        BackendError: without a tokenizer next to the model, or with one that cannot be read.
     """
     if not sampling.stop_strings:
         return None
@@ -71,7 +71,7 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
     except ModelError as error:
         raise ModelError(
             f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: save the "
-            f"tokenizer beside the model, or give stop_token_ids: {error}"
+            f"tokenizer next to the model, or set stop_token_ids: {error}"
         ) from error
     return StopStrings(_read_tokenizer(path), sampling.stop_strings, sampling.min_new_tokens)
 
@@ -84,6 +84,6 @@ def _read_tokenizer(path: Path) -> Tokenizer:
             'stop_strings need tokenizers, which is not installed: pip install "tokenizers>=0.22"'
         ) from error
     read_json_object(ModelError, path)
-    advice = "Save the tokenizer again, or give stop_token_ids"
+    advice = "Save the tokenizer again, or set stop_token_ids"
     with errors_of("tokenizers", f"the tokenizer cannot be read from {str(path)!r}", advice=advice):
         return Tokenizer.from_file(str(path))

@@ -92,7 +92,7 @@ class TransformersBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: of adapters before the first transition; samples derive from `SamplingParams.seed`.
-            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
+            dtype: of weights and computation, for any training dtype: shards are cast on their way.
             cache_bytes: bound on keys and values, 4 GiB by default; more rows than fit are generated in turns.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             lora: the model gets adapters like those of the training backend, which a transition fills.

@@ -42,7 +42,7 @@ class AdapterDirectory:
 
     @property
     def tokenizer_files(self) -> list[Path]:
-        """Files of the adapter's tokenizer, or of the base's where the adapter has none."""
+        """Files of the adapter's tokenizer, or of the base's where the adapter lacks one."""
         return _tokenizer_files(self.path) or _tokenizer_files(self.base)
 
     @property

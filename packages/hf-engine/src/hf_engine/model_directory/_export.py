@@ -71,7 +71,7 @@ class ExportSource:
     def dtype_of(self, name: str, dtype: str) -> str:
         """The dtype in which a tensor of floats is exported.
 
-        A tensor that the source holds in another dtype than most keeps it, whatever `dtype` is. One that the source
+        A tensor that the source holds in another dtype than most keeps it, for any `dtype`. One that the source
         lacks, such as a value head, has the dtype of most.
 
         Args:
@@ -102,7 +102,7 @@ def check_export_dtype(dtype: object) -> None:
 
 
 def describe_export(config: Mapping[str, Any], *, dtype: str, vocab_size: int, ties_embeddings: bool) -> dict[str, Any]:
-    """The `config.json` that belongs beside exported tensors.
+    """Returns the `config.json` that belongs next to exported tensors.
 
     Args:
         config: the source's.

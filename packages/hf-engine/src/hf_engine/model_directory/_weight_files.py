@@ -74,7 +74,7 @@ def read_index(directory: Path) -> dict[str, str]:
         raise ModelError(f"{INDEX} is not an index of safetensors files: its weight_map maps no names to files")
     names = sorted({*files.values()})
     if outside := [name for name in names if Path(name).name != name or not name.endswith(".safetensors")]:
-        raise ModelError(f"{INDEX} names {show(outside[0])}, which is not a safetensors file beside it")
+        raise ModelError(f"{INDEX} names {show(outside[0])}, which is not a safetensors file next to it")
     if missing := [name for name in names if not (directory / name).exists()]:
         raise ModelError(
             f"{INDEX} names {', '.join(map(shorten, missing[:3]))} ({len(missing)} of {len(names)} files), which the "

@@ -251,7 +251,7 @@ class ShardMover:
         return sum(self._home_bytes[home] for home in homes)
 
     def _find_gaps(self, key: int, names: set[str]) -> list[slice]:
-        """Bytes of a storage in which none of its parameters lies; all of it where they cannot be told apart."""
+        """Bytes of a storage in which none of its parameters lies; all of it where they cannot be distinguished."""
         size = self._storages[key].nbytes()
         views = [t for name in names for t in self._train[name] if t.untyped_storage()._cdata == key]
         if sum(view.nbytes for view in views) == size:

@@ -139,7 +139,7 @@ class _Batches:
         self._filled += slot.boxes[0].numel
 
     def _add_message(self, message: Message) -> None:
-        # The sender packs one copy, whoever receives it.
+        # The sender packs one copy for all receivers.
         outgoing = self._sent[message.source] + message.box.numel
         incoming = max(self._received[rank] for rank in message.destinations) + message.box.numel
         if max(outgoing, incoming) > self._bucket_numel:

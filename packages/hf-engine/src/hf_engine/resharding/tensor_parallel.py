@@ -1,6 +1,6 @@
 """Tensor-parallel sharding: one rule by Hugging Face name, for training and generation alike.
 
-Column-parallel parameters are cut along dimension 0, row-parallel ones along dimension 1, embeddings by rows of the
+Column-parallel parameters are split at dimension 0, row-parallel ones along dimension 1, embeddings by rows of the
 padded vocabulary; attention is cut between key-value groups: a group is one key-value head with its query heads.
 Where ranks are more than groups the two sides differ: engines replicate key-value heads, megatron-core cuts groups.
 """
@@ -121,7 +121,7 @@ def _check_counts(layers_per_stage: object) -> None:
 def fused_qkv_rows(model: ModelShape, index: int, size: int) -> list[tuple[str, range]]:
     """Returns the part of megatron-core's fused query, key and value projection on tensor-parallel rank `index`.
 
-    The fused rows `[q ... q, k, v]` of all key-value groups are cut into equal intervals: a rank holds whole groups,
+    The fused rows `[q ... q, k, v]` of all key-value groups are split into equal intervals: a rank holds whole groups,
     or a part of one where there are more ranks than groups.
 
     Returns:

@@ -52,7 +52,7 @@ class Exchange:
 class TransitionPlan:
     """Cost of a transition for every rank, by layouts alone; all figures in bytes of the weights' dtype.
 
-    What an engine that was built holds beside is in `HybridEngine.memory`, a `TransitionMemory`.
+    `HybridEngine.memory`, a `TransitionMemory`, adds the bytes that an engine holds once it is built.
     """
 
     method: Method
@@ -92,7 +92,7 @@ class TransitionPlan:
 
     @cached_property
     def redundant_bytes_by_rank(self) -> Mapping[int, int]:
-        """By rank: bytes of the training shard that are held beside the generation shard in the model's dtype."""
+        """By rank: bytes of the training shard that are held next to the generation shard in the model's dtype."""
         source = self.plan.source
         if self.keeps_shard:
             return {rank: source.held_bytes(rank) for rank in self.plan.ranks}

@@ -47,7 +47,7 @@ def check_rollout_backend(
     """Checks one backend on one topology. Called on every rank.
 
     The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
-    times; reported log-probs are those of the full distribution at the temperature, whatever truncates the draw;
+    times; reported log-probs are those of the full distribution at the temperature, for every truncation of the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
     others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; a prompt that leaves
     room for one token is taken and a longer one refused, and so is what a `DrawsItself` says that it cannot draw; no

@@ -1,7 +1,7 @@
 """Counts what torch.distributed moves to this rank; knows nothing of plans, layouts or executors.
 
-The counter wraps the operators that all of torch.distributed ends in, so it sees every collective and message, whoever
-asked for it and by which function.
+The counter wraps the operators that all of torch.distributed ends in, so it sees every collective and message,
+from any caller and function.
 """
 
 from __future__ import annotations

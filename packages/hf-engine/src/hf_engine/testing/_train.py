@@ -274,7 +274,7 @@ class _TrainLaws:
         self._step(backend)
         onwards = gather_weights(backend, self._topology)
         files = _on_all_ranks(backend.finish_state())
-        self._score(backend)  # whatever scoring leaves behind must not hide the load that follows
+        self._score(backend)  # leftovers of scoring must not hide the load that follows
         loaded = backend.load_state(directory / "state", files=files)
         assert loaded.notice is None, f"the layout of the save is that of the load, but {loaded.notice}"
         assert loaded.weight_version == 3, f"weight version {loaded.weight_version} in a state saved with 3"

@@ -1,4 +1,4 @@
-"""Training beside generation, and what whole forward passes of transformers say about the samples."""
+"""Training next to generation, and checks of the samples by whole forward passes of transformers."""
 
 from __future__ import annotations
 

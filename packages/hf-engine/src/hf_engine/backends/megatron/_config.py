@@ -180,7 +180,7 @@ def _refuse_architecture(config: Mapping[str, Any], directory: str | Path) -> No
     if architectures[0] not in ARCHITECTURES:
         raise BackendError(
             f"the megatron backend does not know the architecture {architectures[0]} of {directory}; it knows "
-            f"{', '.join(ARCHITECTURES)}. The fsdp backend runs whatever transformers runs"
+            f"{', '.join(ARCHITECTURES)}. The fsdp backend runs every model of transformers"
         )
 
 

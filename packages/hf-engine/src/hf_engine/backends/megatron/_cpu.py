@@ -65,7 +65,7 @@ class _Finder(MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
-        """The cached byte code, or that of a rewritten source, which is not cached beside the original's."""
+        """Returns the cached byte code, or that of a rewritten source, which is not cached next to the original's."""
         path = self.get_filename(fullname)
         original = self.get_data(path).decode()
         source = original

@@ -2,7 +2,7 @@
 
 megatron-core lays all parameters of a dtype into one flat storage, where replicas gather after a step what each of them
 stepped. A transition frees storages, whole: of that one nothing would be free before the last parameter has moved. How
-the flat order is cut over replicas, and with it gradients, masters and moments, stays megatron-core's.
+the flat order is split over replicas, and with it gradients, masters and moments, stays megatron-core's.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class WeightGather:
 
 
 class _Bucket:
-    """Parameters in megatron-core's flat order, which it cuts into one equal part for every replica."""
+    """Parameters in megatron-core's flat order, which it splits into one equal part for every replica."""
 
     def __init__(self, buffer: Any, bucket: Any) -> None:
         self.group: dist.ProcessGroup = buffer.data_parallel_group

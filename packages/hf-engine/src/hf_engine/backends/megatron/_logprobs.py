@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states under a vocabulary that is cut over ranks.
+"""Log-probs and entropies from hidden states under a vocabulary that is sharded over ranks.
 
 Logits exist for one chunk of tokens at a time, forward and backward: [B, T, V] is never held, in any dtype.
 """

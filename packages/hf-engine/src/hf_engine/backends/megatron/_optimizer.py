@@ -1,4 +1,4 @@
-"""megatron-core's DistributedOptimizer: AdamW whose float32 masters and moments are cut over data-parallel ranks."""
+"""megatron-core's DistributedOptimizer: AdamW whose float32 masters and moments are sharded over data ranks."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _Layout = tuple[ParallelSpec, Order]
 
 @dataclass(kw_only=True)
 class _Shared:
-    """megatron-core keeps one layout per process in global variables: who uses it."""
+    """megatron-core keeps one layout per process in global variables: its users."""
 
     layout: _Layout | None = None
     num_users: int = 0

@@ -77,7 +77,7 @@ class MegatronState(StateParts):
                     shard.tensors[kind].copy_(whole.view(-1)[shard.start : shard.stop])
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """See `StateParts.buffers`: megatron-core's layers have none."""
+        """See `StateParts.buffers`: megatron-core's layers do not have buffers."""
         return {}
 
     def _writer(self, piece: NamedPiece) -> int:

@@ -58,7 +58,7 @@ class ServerBackend:
     sample. New weights go through safetensors files in a directory that the ranks and the servers share. A server that
     was lost, and is started again at its URL, gets the last weights and the requests that it did not answer.
 
-    Supports `gen_tp_size = gen_pp_size = 1`, whatever the layout inside a server, and models whose parameters
+    Supports `gen_tp_size = gen_pp_size = 1`, for any layout inside a server, and models whose parameters
     `ModelShape` knows.
     """
 
@@ -122,7 +122,7 @@ class ServerBackend:
             urls: of the servers, such as `http://127.0.0.1:30000`; rank r asks number r modulo their number.
             weights_directory: for weights on their way, under one path on the ranks' machines and the servers'; by
                 default the system's for temporary files, for servers on this machine.
-            api_key_variable: environment variable with the servers' API key; None: they have none.
+            api_key_variable: environment variable with the servers' API key; None without a key.
             reproducible: refuse servers that do not draw from the seeds that they are given.
             connect_timeout_s: deadline for a server to take a connection, and to say what it is.
             timeout_s: deadline of every request, one whole `generate` or one update of weights.
@@ -202,7 +202,7 @@ class ServerBackend:
     def engine_bytes(self) -> int:
         """Bytes of weights and KV cache of the server that this rank updates; 0 on ranks that update none.
 
-        They are the server's memory, on whatever machine it runs.
+        They are the server's memory, on any machine.
         """
         return self._weight_bytes + self._cache_bytes - self._freed_bytes() if self._speaks else 0
 

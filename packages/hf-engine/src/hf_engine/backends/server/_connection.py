@@ -1,4 +1,4 @@
-"""JSON over HTTP with deadlines. Whatever goes wrong is one typed error that names the server."""
+"""JSON over HTTP with deadlines. Every failure is one typed error that names the server."""
 
 from __future__ import annotations
 

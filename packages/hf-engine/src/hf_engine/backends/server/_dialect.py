@@ -56,7 +56,7 @@ class Sample:
     """The server's name for the weights that the response was drawn from."""
 
     def cut(self, length: int | None) -> Sample:
-        """The response up to the token that completes a stop string; None: it has none."""
+        """Returns the response up to the token that completes a stop string; None: the whole response."""
         return (
             self
             if length is None

@@ -35,7 +35,7 @@ class WeightFiles:
 
     @property
     def stamp(self) -> str:
-        """A name of that update which no other has, in whatever run."""
+        """Name of that update, unique across runs."""
         return f"{self._home.name}-{self._num_updates}"
 
     def begin(self) -> None:

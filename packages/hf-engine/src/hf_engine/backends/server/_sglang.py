@@ -28,8 +28,8 @@ class SglangServer:
 
     Args:
         connection: to it.
-        info: what it answered to `/server_info`.
-        dtype: the model's, for a server that was told to choose.
+        info: its response to `/server_info`.
+        dtype: the model's, for a server that was started to choose.
 
     Raises:
         BackendError: for a version that has not been tried.

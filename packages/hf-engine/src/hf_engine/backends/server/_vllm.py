@@ -32,7 +32,7 @@ class VllmServer:
 
     Args:
         connection: to it.
-        version: what it answered to `/version`.
+        version: its response to `/version`.
         dtype: the model's, which vLLM computes in unless it was started with another.
 
     Raises:

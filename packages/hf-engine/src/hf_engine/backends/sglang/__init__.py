@@ -1,4 +1,4 @@
-"""Generation with SGLang in a process of its own beside the training ranks. This folder is the only importer of SGLang.
+"""Generation with SGLang in a process of its own next to training ranks. This folder is the only importer of SGLang.
 
 SGLang's processes import the modules below on their way up, so nothing is imported here before it is asked for.
 """

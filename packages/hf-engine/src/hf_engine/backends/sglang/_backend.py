@@ -111,7 +111,7 @@ class SglangBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: SGLang's own; samples derive from `SamplingParams.seed`.
-            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
+            dtype: of weights and computation, for any training dtype: shards are cast on their way.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough.
@@ -119,7 +119,7 @@ class SglangBackend:
             staging_bytes: memory of every rank through which its shards reach the engine.
             start_timeout_s: deadline of the start.
             timeout_s: deadline of every later request to the engine, one whole `generate` included.
-            engine_options: more of SGLang's own server arguments, beside those that the others set.
+            engine_options: more of SGLang's own server arguments, in addition to those that the others set.
             lora: SGLang computes adapters like those of the training backend, which a transition brings.
 
         Raises:
@@ -337,7 +337,7 @@ class SglangBackend:
         """Ends the engine's process."""
         if not self._is_closed:
             self._is_closed = True
-            with ExitStack() as each:  # in the reverse order, whatever one of them raises
+            with ExitStack() as each:  # in the reverse order, even if one of them raises
                 each.callback(self._replica.close)
                 if self._engine is not None:
                     each.callback(self._engine.close)

@@ -1,7 +1,7 @@
 """Seeds of requests on a CPU without SGLang's kernels: what its deterministic mode asks of them, by torch.
 
 A server with `--enable-deterministic-inference` draws each sample from its own seed. The hash that it draws with is a
-kernel, and so are the products that do not depend on the batch; float32 on a CPU does without the latter.
+kernel, and so are the products that do not depend on the batch; float32 on a CPU does without such products.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class EngineProcess:
         """Calls a method of `Server` and waits for its result.
 
         Raises:
-            BackendError: if the engine refuses, ends on the way or does not answer in time; in the latter cases it is
-                gone. So it is after an interrupt: its answer would be taken for the next request's.
+            BackendError: if the engine refuses, ends on the way or does not answer in time; after the last two it
+                is gone. So it is after an interrupt: its answer would be taken for the next request's.
         """
         self._running()
         with ExitStack() as undo:
@@ -149,6 +149,6 @@ class EngineProcess:
 
 
 def cut_sample(sample: tuple[list[int], list[float], str], length: int | None) -> tuple[list[int], list[float], str]:
-    """The sample up to the token that completes a stop string; None: it has none."""
+    """Returns the sample up to the token that completes a stop string; None: the whole sample."""
     ids, logprobs, _ = sample
     return sample if length is None else (ids[:length], logprobs[:length], "stop")

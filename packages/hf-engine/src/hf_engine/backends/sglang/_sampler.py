@@ -1,6 +1,6 @@
 """Drawing inside SGLang with the numbers of every other backend, and log-probs of the full distribution.
 
-SGLang carries a request's own parameters to the sampler only beside a custom logits processor: `Carrier` is one that
+SGLang carries a request's own parameters to the sampler only with a custom logits processor: `Carrier` is one that
 changes nothing and is never called.
 """
 

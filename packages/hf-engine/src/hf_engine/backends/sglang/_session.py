@@ -18,7 +18,7 @@ _INODE = 4
 def find_segments(session: int) -> set[str]:
     """Files of shared memory that processes of the session have mapped.
 
-    They are told by their inodes: a semaphore is mapped under a name that it loses before it gets its own.
+    They are recognised by their inodes: a semaphore is mapped under a name that it loses before it gets its own.
     """
     mapped = set()
     for pid in _members(session):
@@ -29,7 +29,7 @@ def find_segments(session: int) -> set[str]:
 
 
 def end_session(session: int, segments: Iterable[str] = ()) -> None:
-    """Kills every process of the session but this one, and removes their shared memory and what is named beside it."""
+    """Kills every other process of the session, and removes their shared memory and the files named next to it."""
     found = find_segments(session) | set(segments)
     # Names first: an engine that notices that its children died ends the very process that cleans up here.
     for path in found:

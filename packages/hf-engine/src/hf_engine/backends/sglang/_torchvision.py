@@ -1,6 +1,6 @@
 """A stand-in for torchvision, which SGLang imports for models with images and text generation never uses.
 
-The registry's torchvision is built for CUDA: beside a CPU build of torch it cannot be imported, and transformers, which
+The registry's torchvision is built for CUDA: with a CPU build of torch it cannot be imported, and transformers, which
 imports it where it is installed, cannot either. So it is left out there, and SGLang's processes find this in its place.
 """
 
@@ -39,7 +39,7 @@ class _TorchvisionFinder(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """A module, and whatever is asked of it, that can be named and not be used."""
+    """A module whose attributes can be named, but not used."""
 
     __version__ = "0.0.0"
 

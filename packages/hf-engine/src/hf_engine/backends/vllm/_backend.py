@@ -87,7 +87,7 @@ class VllmBackend:
             model: directory or hub name.
             topology: ranks and generation sizes.
             seed: vLLM's own; samples derive from `SamplingParams.seed`.
-            dtype: of weights and computation, whatever the training dtype: shards are cast on their way.
+            dtype: of weights and computation, for any training dtype: shards are cast on their way.
             cache_bytes: keys and values of one rank; by default 0.3 of the memory of a device, 256 MiB of a host's.
             cache_fraction: instead, as a share of the device's memory (the host's, without a device), below 1.
             max_positions: prompt and response together, where fewer than the model's are enough: the cache must hold
@@ -156,7 +156,7 @@ class VllmBackend:
 
     @property
     def engine_bytes(self) -> int:
-        """Bytes of this rank's weights and of the KV cache; nothing of the latter while it is released."""
+        """Bytes of this rank's weights and of the KV cache, which counts 0 while it is released."""
         engine = self._open()
         return self._layout.held_bytes(dist.get_rank()) + engine.adapter_bytes + engine.cache_bytes
 
