@@ -1,7 +1,7 @@
 """The rollout backends against each other: the same model, the same prompts, the same random numbers.
 
 Every backend runs in its own environment (`.venv`, `.venv-vllm`, `.venv-sglang`: set up with `scripts/env.sh`), one
-rank with one thread; SGLang's own process comes beside it. Measured are the start, from the start of the program to the
+rank with one thread; SGLang's own process is added. Measured are the start, from the start of the program to the
 end of the first batch, everything that an engine compiles on the way included; samples a second of later batches; an
 update of all weights, where the engine keeps its own; and the largest sum of resident memory over the processes.
 Rates and updates are medians with the slowest and the fastest of the rounds. There is no target.

@@ -12,7 +12,7 @@ once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
 A time runs from the producers' call until the driver has the consumers' sums. The four take turns, each round
 beginning with another, in one run on one cluster; figures are medians with quartiles. Every sum is checked. Sizes are
 those of the whole batch. An empty call has no rows, no arguments and no result, on four consumers; four rows of no
-bytes through producers and consumers (0 MB) are reported beside it, without a target.
+bytes through producers and consumers (0 MB) are reported next to it, without a target.
 
 The controller's payload is counted in its process, where Ray packs and unpacks (:mod:`payload`): calls, reports and
 row metadata together, per call of a method on a group. What a row adds is the difference between a call that reads
@@ -157,7 +157,7 @@ def _ratio(times: Times, above: str, below: str) -> float:
 
 
 def _describe(name: str, times: Times) -> dict[str, tuple[float, str]]:
-    """Median and quartiles of every system, and a line for whoever watches."""
+    """Median and quartiles of every system, and a line for the terminal."""
     metrics = {}
     for system, seconds in times.items():
         quartiles = statistics.quantiles(seconds, n=4)

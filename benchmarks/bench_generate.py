@@ -4,7 +4,7 @@ Prompts of ragged lengths, several samples each, a model with an end-of-sequence
 and then. Both draw from the full distribution at temperature 1, on one thread, keep keys and values, and pad on the
 left; plain generate gets every prompt `n` times through `num_return_sequences`. They take turns in one run; figures are
 samples a second, medians with the fastest and the slowest. The tokens differ, because the random numbers do: the number
-of tokens that each drew is printed beside its time. Two workloads: samples that share a prompt (GRPO, RLOO: the target
+of tokens that each drew is printed next to its time. Two workloads: samples that share a prompt (GRPO, RLOO: the target
 is for this one) and one sample a prompt (PPO; without a target).
 """
 

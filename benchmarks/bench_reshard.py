@@ -5,7 +5,7 @@ by wrappers around torch.distributed that know no plan, and most bytes of weight
 (the paper's method moves the training shard; the others keep it). Every method starts with the training weights alone
 and ends with generation weights in memory that it takes meanwhile: hybridflow-v and ds-chat gather the whole model, cut
 their generation shard from it, parameter by parameter, and free it. Two bare transfers of the same bytes in the same
-group, into memory that is there already, stand beside each method: the floor, one all-gather, which gives every rank
+group, into memory that is there already, are next to each method: the floor, one all-gather, which gives every rank
 the mean of what the ranks receive; and messages, which give each rank its own planned bytes from the planned ranks in
 one batch. Gloo's all-gather copies more than its messages do, so the second is the harder one; it has no target.
 hybridflow runs a second time with its all-gathers as gloo's own collective, which direct messages replace on the host

@@ -1,4 +1,4 @@
-"""The simulators against the measured tables beside the repository: how long it takes and how far off they are.
+"""The simulators against the measured tables next to the repository: how long it takes and how far off they are.
 
 Fails where an error is more than a tenth above the one that docs/reference/simulator-errors.md publishes. Without the
 tables there is nothing to measure.

@@ -5,7 +5,7 @@
     simulator_errors.py FOLDER --refit      prints the values of hf_mapper/constants.py, fitted again
     simulator_errors.py FOLDER --left-out   writes the errors of calibrations on other sweeps and models into the page
 
-FOLDER holds the measured tables; by default ../shared/perf-data beside the repository.
+FOLDER holds the measured tables; by default ../shared/perf-data next to the repository.
 """
 
 from __future__ import annotations
