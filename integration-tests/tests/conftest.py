@@ -49,7 +49,7 @@ def addition_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_config(tmp_path: Path, addition_data: Path) -> Path:
-    """A configuration of a run of seconds; its output goes to ``run`` beside it."""
+    """A configuration of a run of seconds; its output goes to `run` next to it."""
     path = tmp_path / "config.toml"
     path.write_text(SMALL_RUN.format(output=tmp_path / "run", data=addition_data))
     return path

@@ -1,4 +1,4 @@
-"""Whatever a user can get wrong ends in one clear message and an exit code; what was written stays intact."""
+"""Mistakes of users: each ends in one clear message and an exit code, and what was written stays intact."""
 
 from __future__ import annotations
 

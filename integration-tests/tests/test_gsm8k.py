@@ -25,7 +25,7 @@ SHORT = {
 }
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie beside the repository")
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie next to the repository")
 def test_the_example_runs_on_real_questions(tmp_path: Path, hybridflow: Callable[..., Outcome]) -> None:
     overrides = {**SHORT, "run.output_dir": tmp_path / "run"}
     words = [word for key, value in overrides.items() for word in ("--set", f"{key}={value}")]

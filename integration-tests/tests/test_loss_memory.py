@@ -31,7 +31,7 @@ def mean_of_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor
 def test_a_loss_takes_what_is_counted(
     software: SoftwareSpec, loss: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the peak of a step; the narrow dimension before the head weighs nothing beside the vocabulary."""
+    """At the peak of a step; the narrow dimension before the head weighs nothing next to the vocabulary."""
     monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", 1)  # a part of many tokens
     shape = dataclasses.replace(ModelShape.preset("llama-2-7b"), vocab_size=1)
     workload = WorkloadSpec(

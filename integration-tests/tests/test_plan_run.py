@@ -117,7 +117,7 @@ def test_two_pools_of_different_layouts_train_like_one_rank(
 
 
 def error_lines(outcome: Outcome) -> int:
-    """Lines of the error output but for the progress of writing a model, which begins with a carriage return."""
+    """Counts lines of the error output except the progress of writing a model, which begins with a carriage return."""
     return len([line for line in outcome.errors.splitlines() if line and not line.startswith("Writing model shards")])
 
 
@@ -237,7 +237,7 @@ def test_the_plan_is_the_mappers_for_the_published_dataflow(
     machines = ClusterSpec(machines=(MachineSpec(gpu=gpu("l40s"), num_gpus=4),))
     found = MappingPlan.from_json(outcome.output)
     assert found == map_dataflow(plan_dataflow(config), models, machines, workload, backends=("fsdp",))
-    # Workers read a few columns beside the published ones (the sampler's log-probs, to compare): some bytes more.
+    # Workers read a few columns more than the published ones (the sampler's log-probs, to compare): some bytes more.
     published = map_dataflow(Dataflow.preset("ppo"), models, machines, workload, backends=("fsdp",))
     assert (found.pools, found.models) == (published.pools, published.models)
     assert found.estimates["iteration_s"] == pytest.approx(published.estimates["iteration_s"], rel=1e-2)

@@ -100,7 +100,7 @@ def test_a_cluster_that_does_not_start_leaves_nothing(
 
 
 def test_what_fails_later_is_a_failed_run(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
-    """Whatever the error's class, once the directory was touched."""
+    """Holds for every class of error, once the directory was touched."""
     small_config.with_name("late.py").write_text(
         "from hf_protocols import ConfigError\n\ndef f(prompts, responses, answers):\n    raise ConfigError('late')\n"
     )

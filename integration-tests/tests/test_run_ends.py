@@ -89,7 +89,7 @@ def shared_memory() -> set[str]:
 
 
 def wait_for_shared_memory(before: set[str]) -> None:
-    """Nothing is left; segments of tests that run beside this one go by themselves."""
+    """Waits until nothing is left; segments of tests that run at the same time go by themselves."""
     deadline_s = time.monotonic() + 30.0
     while left := shared_memory() - before:
         assert time.monotonic() < deadline_s, left

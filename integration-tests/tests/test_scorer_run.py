@@ -27,7 +27,7 @@ VARIABLES = {
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Pays for letters whoever knows the password."""
+    """Scores letters for clients that know the password."""
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

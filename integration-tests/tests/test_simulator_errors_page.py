@@ -18,13 +18,13 @@ def test_the_page_lists_the_shipped_constants_and_their_rows() -> None:
         assert fit.source and fit.models
 
 
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_no_published_error_grew_by_more_than_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["simulator_errors.py", "--check"])
     assert simulator_errors.main() == 0
 
 
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_runs_that_fitted_are_not_called_out_of_memory() -> None:
     runs = [case for case in load_cases(MEASURED) if isinstance(case, TrainingCase) and case.phase == "training"]
     refused = {(case.model.name, case.parallel.world_size) for case in runs if not fits(case)}
@@ -32,7 +32,7 @@ def test_runs_that_fitted_are_not_called_out_of_memory() -> None:
     assert refused == set()
 
 
-@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie beside the repository")
+@pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_every_measured_memory_is_met_within_a_tenth() -> None:
     cases = [case for case in load_cases(MEASURED) if case.phase == "memory"]
     off = {(case.source, case.measured): case.predict() / case.measured - 1 for case in cases}

@@ -198,7 +198,7 @@ CHAT_TEMPLATE = (
 
 
 def test_chats_and_texts_are_learned(tmp_path: Path) -> None:
-    """Whole chats of two answers in one file; texts in another, cut into blocks."""
+    """Whole chats of two answers in one file; texts in another, split into blocks."""
     chat = [{"role": role, "content": text} for role, text in
             (("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4"))]  # fmt: skip
     found = {}

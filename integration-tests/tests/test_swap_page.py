@@ -56,7 +56,7 @@ def test_a_configuration_takes_the_pages_block(block: str) -> None:
     for table, keys in shown.items():
         settings[table] = settings.get(table, {}) | keys
     config = parse_config(settings)
-    if config.rollout.options:  # a table that takes whatever it is given
+    if config.rollout.options:  # a table that takes any value
         check_rollout_options(config.rollout)
     for table, keys in shown.items():
         assert {key: getattr(getattr(config, table), key) for key in keys} == keys

@@ -2,7 +2,7 @@
 
 ``python two_nodes.py count DIRECTORY`` spreads the groups over both and compares what each call received from the other
 node with what the routes say; ``python two_nodes.py lose DIRECTORY`` lets the second node die in the third iteration.
-Arrivals are counted where arrays enter a worker's process, beside the controller's own spans.
+Arrivals are counted where arrays enter a worker's process, in addition to the controller's own spans.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_line(file: Path, **fields: Any) -> None:
 
 
 def count_arrivals(file: Path, rank: int) -> None:
-    """Wrap this process's store: slices come from afar, and so do whole shards that are not on this node yet."""
+    """Wrap this process's store: counts slices from another node, and whole shards that are not on this node yet."""
     from hf_controller.executors.ray.store import RayStore
     from hf_controller.rank_host import RankHost
     from hf_controller.transport import SliceReply
