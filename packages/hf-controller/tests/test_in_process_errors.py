@@ -101,7 +101,7 @@ def test_rows_and_deadlines_are_numbers():
 
 
 def test_a_column_whose_name_marks_it_as_optional_is_refused():
-    """``reads=["x?"]`` reads x if it is there: a column x? could not be asked for."""
+    """`reads=["x?"]` reads x if it is there: a column x? could not be asked for."""
     with InProcessExecutor() as executor:
         group = build(executor, Stubborn)
         with pytest.raises(BatchError, match=r"^a batch's columns=\['x', 'x\?'\]: 'x\?' ends in \?, which marks"):

@@ -1,6 +1,6 @@
 """A single controller over SPMD worker groups, with direct worker-to-worker data flow.
 
-``hf`` stands for HybridFlow, not Hugging Face.
+`hf` stands for HybridFlow, not Hugging Face.
 """
 
 from __future__ import annotations

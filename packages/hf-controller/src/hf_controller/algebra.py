@@ -55,7 +55,7 @@ class Rows(_OfOne):
 
 @dataclass(frozen=True)
 class Chunk(_OfOne):
-    """One of ``count`` consecutive parts whose sizes differ by at most one, larger first."""
+    """One of `count` consecutive parts whose sizes differ by at most one, larger first."""
 
     index: int
     count: int
@@ -76,7 +76,7 @@ class Chunk(_OfOne):
 
 @dataclass(frozen=True)
 class Repeat(_OfOne):
-    """Every row ``times`` times in a row: row r becomes rows r*times ... r*times+times-1."""
+    """Every row `times` times in a row: row r becomes rows r*times ... r*times+times-1."""
 
     times: int
 
@@ -94,7 +94,7 @@ class Repeat(_OfOne):
 
 @dataclass(frozen=True)
 class Select(_OfOne):
-    """Some columns of a batch; a name that ends in ``?`` is taken if it is there."""
+    """Some columns of a batch; a name that ends in `?` is taken if it is there."""
 
     chosen: tuple[str, ...]
 
@@ -137,7 +137,7 @@ class Concat(Expression):
 
     @classmethod
     def over(cls, children: Sequence[Expression], *parameters: Any) -> Expression:
-        """``children`` one after another; of those that are concatenations themselves, the parts."""
+        """`children` one after another; of those that are concatenations themselves, the parts."""
         parts = [child.parts if isinstance(child, Concat) else (child,) for child in children]
         return cls(tuple(chain.from_iterable(parts)))
 
@@ -198,7 +198,7 @@ class Union(Expression):
 
 
 def _cut(rows: RowSelection, ends: Sequence[int]) -> list[tuple[int, RowSelection]]:
-    """Cut ``rows`` where the part changes that they lie in: (part, rows counted from its start), in order.
+    """Cut `rows` where the part changes that they lie in: (part, rows counted from its start), in order.
 
     Args:
         rows: rows of all parts together.

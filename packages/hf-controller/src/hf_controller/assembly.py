@@ -25,7 +25,7 @@ _SPARE = SpareMemory(max_bytes=512 * 2**20)
 
 @dataclass(frozen=True)
 class Part:
-    """Rows to take, in order, from array number ``array``: several parts may take from one array."""
+    """Rows to take, in order, from array number `array`: several parts may take from one array."""
 
     array: int
     rows: RowSelection
@@ -59,7 +59,7 @@ class Assembly:
     ) -> torch.Tensor:
         """A jagged [rows, tokens, *row_shape] from flat values [all tokens, *row_shape] and lengths [rows].
 
-        ``lengths`` of several columns that are the same objects are worked out once.
+        `lengths` of several columns that are the same objects are worked out once.
         """
         shape = shapes.of(self.build_dense(lengths))
         if len(self._runs) <= _MAX_RUNS:
@@ -106,7 +106,7 @@ def _count_on(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The rows of ``pieces`` one after another, in new memory."""
+    """The rows of `pieces` one after another, in new memory."""
     result = _allocate(sum(map(len, pieces)), pieces[0])
     return torch.cat(list(pieces), out=result)
 

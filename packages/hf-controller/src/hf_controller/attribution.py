@@ -11,11 +11,11 @@ __all__ = ["AttributedStream", "attribute_streams"]
 
 
 class AttributedStream:
-    """A text stream that writes whole lines to ``target``, each with a label in front.
+    """A text stream that writes whole lines to `target`, each with a label in front.
 
     Args:
         target: where lines go.
-        label: answers the label of the moment, such as ``"actor/0"``.
+        label: answers the label of the moment, such as `"actor/0"`.
     """
 
     def __init__(self, target: TextIO, label: Callable[[], str]) -> None:
@@ -25,7 +25,7 @@ class AttributedStream:
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        """Keep ``text`` until its line ends, then write the line at once."""
+        """Keep `text` until its line ends, then write the line at once."""
         with self._lock:
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             if lines:

@@ -1,7 +1,7 @@
 """Columns of one call: those of the method's registration, and those that its arguments declare.
 
 A loss or an estimator of a user's own reads and writes columns that the worker's method does not know. So an argument
-may have attributes ``reads`` and ``writes``, tuples of column names. They are asked once, where the call is made, and
+may have attributes `reads` and `writes`, tuples of column names. They are asked once, where the call is made, and
 travel with it.
 """
 
@@ -26,7 +26,7 @@ _ABSENT = object()
 
 
 class Declared(NamedTuple):
-    """Columns that an argument declares: ``owner`` is the name of its class."""
+    """Columns that an argument declares: `owner` is the name of its class."""
 
     owner: str
     columns: tuple[str, ...]
@@ -51,7 +51,7 @@ class CallColumns(NamedTuple):
         """Refuse a batch without the columns that arguments read.
 
         Args:
-            existing: columns of ``batch``.
+            existing: columns of `batch`.
             batch: for the message, which says what made it.
 
         Raises:
@@ -89,7 +89,7 @@ def find_columns(spec: MethodSpec, arguments: Iterable[Any], what: str) -> CallC
 
     Raises:
         ProtocolError: for a declaration that is not a tuple of column names, or where not exactly one argument says
-            what a method writes that is registered with ``FROM_ARGUMENT``.
+            what a method writes that is registered with `FROM_ARGUMENT`.
     """
     given = [value for value in arguments if type(value) not in _PLAIN_TYPES]
     readers = tuple(_find_declared("reads", given, what))

@@ -21,7 +21,7 @@ class Connection:
 
     Attributes:
         name: the connection's name.
-        group: the joint ``torch.distributed.ProcessGroup``; ranks in its collectives are joint ranks.
+        group: the joint `torch.distributed.ProcessGroup`; ranks in its collectives are joint ranks.
         rank: this rank in it.
         world_size: ranks of both worker groups.
         ranks: the joint ranks of each role, in the role's own order.
@@ -37,14 +37,14 @@ class Connection:
 def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
     """Join the ranks of two disjoint groups in one process group, and wait until they met.
 
-    Their workers find it in ``self.context.connections[name]``. When one group ends, in :func:`rebuild` say, the other
-    leaves the connection, and its name is free; so it is after an error. Joint ranks count ``first``'s ranks, then
-    ``second``'s.
+    Their workers find it in `self.context.connections[name]`. When one group ends, in `rebuild` say, the other
+    leaves the connection, and its name is free; so it is after an error. Joint ranks count `first`'s ranks, then
+    `second`'s.
 
     Args:
         first: a group.
         second: a group of other processes, of the same executor.
-        name: the connection's name; ``"first-second"`` after the roles by default.
+        name: the connection's name; `"first-second"` after the roles by default.
 
     Returns:
         The name.

@@ -1,4 +1,4 @@
-"""Process groups of ``torch.distributed``: the default one of a host set, joint ones of two groups, and the seeds."""
+"""Process groups of `torch.distributed`: the default one of a host set, joint ones of two groups, and the seeds."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def join_default_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> None:
-    """Make ``torch.distributed``'s default group of a host set: gloo on the CPU, nccl on GPUs.
+    """Make `torch.distributed`'s default group of a host set: gloo on the CPU, nccl on GPUs.
 
     Args:
         rank: this rank.
         world_size: ranks of the host set.
-        device: ``"cpu"`` or a CUDA device.
+        device: `"cpu"` or a CUDA device.
         timeout_s: deadline of every collective.
-        meeting_timeout_s: deadline of the other ranks' arrival, whose processes may start late; None: ``timeout_s``.
+        meeting_timeout_s: deadline of the other ranks' arrival, whose processes may start late; None: `timeout_s`.
         rendezvous: where to meet; None with one rank.
         store: the store itself on the rank that opened it.
         on_one_machine: whether all ranks share a machine.
@@ -114,7 +114,7 @@ def join_default_group(
 
 @contextmanager
 def plain_tracebacks() -> Iterator[None]:
-    """``sys.excepthook`` as before: every new default group has it put its rank before each line, for ever."""
+    """`sys.excepthook` as before: every new default group has it put its rank before each line, for ever."""
     hook = sys.excepthook
     try:
         yield
@@ -135,8 +135,8 @@ def join_joint_group(
 ) -> Any:
     """Make a process group in addition to the default one, of ranks that have no default group in common.
 
-    Ranks in it are joint ranks, as an argument of ``torch.distributed``'s functions too (``src``, ``dst``). ``device``
-    is ``"cpu"`` for gloo or a CUDA device for nccl; the other arguments are those of :func:`join_default_group`.
+    Ranks in it are joint ranks, as an argument of `torch.distributed`'s functions too (`src`, `dst`). `device`
+    is `"cpu"` for gloo or a CUDA device for nccl; the other arguments are those of `join_default_group`.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -159,7 +159,7 @@ def join_joint_group(
 
 
 def call_off(name: str, store: Any) -> None:
-    """Wake the ranks that wait for others in a joint group's ``store``: they get an error.
+    """Wake the ranks that wait for others in a joint group's `store`: they get an error.
 
     It takes a moment, after which the store can go: a rank that finds none tries until its deadline.
     """
@@ -239,7 +239,7 @@ def _choose_interface(rendezvous: Rendezvous | None, on_one_machine: bool) -> st
 
 
 def _find_interface(address: str) -> str | None:
-    """Name of the interface by which this machine reaches the IPv4 ``address``; None if that cannot be told."""
+    """Name of the interface by which this machine reaches the IPv4 `address`; None if that cannot be told."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -72,7 +72,7 @@ def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tupl
 def build_calls(
     call: Call, spec: MethodSpec, ranks: Sequence[int], put: Callable[[Any], BatchFuture]
 ) -> dict[int, Call]:
-    """Replace futures and batches in ``call``'s arguments, and give every rank its call: one for all where they are
+    """Replace futures and batches in `call`'s arguments, and give every rank its call: one for all where they are
     equal.
 
     Args:

@@ -1,7 +1,7 @@
 """Row and column algebra of batches as a lazy tree: pure, without tensors.
 
 A tree says how a batch follows from the results of earlier calls (its sources). It is small and picklable: it travels
-to the ranks in place of the batch, and each rank asks it only where its own rows are (:meth:`Expression.locate`).
+to the ranks in place of the batch, and each rank asks it only where its own rows are (`Expression.locate`).
 Rows are row numbers of the tree's own (logical) order; where they lie in shards is the transport's business.
 
 A program's loops make trees as deep as they are long, so nothing here recurses over a tree, and pickle does not either.
@@ -51,7 +51,7 @@ class Source:
         shards: one handle per collected rank, opaque here; a rank process looks the shard's metadata up with it.
         call: the pending call on the controller's side; it does not travel.
         columns: names of its columns where they are known beforehand; they do not travel either.
-        maker: what made it, for messages, such as ``"actor.generate_sequences"``.
+        maker: what made it, for messages, such as `"actor.generate_sequences"`.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ Extents = Mapping[Source, Extent]
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one column of one source; ``rows`` are the source's logical rows, in the wanted order."""
+    """Rows of one column of one source; `rows` are the source's logical rows, in the wanted order."""
 
     source: Source
     column: str
@@ -85,7 +85,7 @@ class Segment:
 class Expression(ABC):
     """A node of the tree. Each kind says how it follows from the nodes right below it; the walks are here.
 
-    ``extents`` must have every source below the node.
+    `extents` must have every source below the node.
     """
 
     def children(self) -> tuple[Expression, ...]:
@@ -98,7 +98,7 @@ class Expression(ABC):
 
     @classmethod
     def over(cls, children: Sequence[Expression], *parameters: Any) -> Expression:
-        """A node of this kind over ``children``."""
+        """A node of this kind over `children`."""
         kind: Any = cls
         node: Expression = kind(*children, *parameters)
         return node
@@ -124,7 +124,7 @@ class Expression(ABC):
         return _name_makers(self, self._columns, below, {})
 
     def locate(self, rows: RowSelection, columns: Sequence[str], extents: Extents) -> dict[str, list[Segment]]:
-        """Finds the source segments of ``rows`` of each of ``columns``, in order; ``columns`` must exist."""
+        """Finds the source segments of `rows` of each of `columns`, in order; `columns` must exist."""
         measures = Measures(self, extents)
         found: dict[str, list[Segment]] = {name: [] for name in columns}
         stack = [Wanted(self, rows, {name: name for name in columns})]
@@ -168,7 +168,7 @@ class Expression(ABC):
         return list(order.values())
 
     def fold(self, rule: Callable[[Expression, list[Value]], Value]) -> dict[int, Value]:
-        """By each node's id, what ``rule`` makes of the node and of what it made of the node's children."""
+        """By each node's id, what `rule` makes of the node and of what it made of the node's children."""
         values: dict[int, Value] = {}
         for node in self.walk():
             values[id(node)] = rule(node, [values[id(child)] for child in node.children()])
@@ -208,7 +208,7 @@ class Expression(ABC):
 def _name_makers(
     node: Expression, rule: Callable[[Sequence[Value], Extents], Value], below: Sequence[Value], extents: Extents
 ) -> Value:
-    """Returns the result of ``rule``; its error names the makers of the batch."""
+    """Returns the result of `rule`; its error names the makers of the batch."""
     try:
         return rule(below, extents)
     except BatchError as error:
@@ -224,7 +224,7 @@ def _build(nodes: Sequence[tuple[type[Expression], Sequence[int], tuple[Any, ...
 
 @dataclass(frozen=True)
 class Wanted:
-    """Rows of some columns of a node; ``names`` maps what the reader calls a column to what the node calls it."""
+    """Rows of some columns of a node; `names` maps what the reader calls a column to what the node calls it."""
 
     node: Expression
     rows: RowSelection
@@ -240,11 +240,11 @@ class Measures:
         self._ends: dict[int, list[int]] = {}
 
     def num_rows(self, node: Expression) -> int:
-        """Number of rows of ``node``."""
+        """Number of rows of `node`."""
         return self._counts[id(node)]
 
     def columns(self, node: Expression) -> tuple[str, ...]:
-        """Column names of ``node``."""
+        """Column names of `node`."""
         return self._names[id(node)]
 
     def ends(self, node: Expression) -> list[int]:
@@ -297,10 +297,10 @@ class Leaf(Expression):
 
 
 def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> tuple[str, ...]:
-    """The asked names that exist, each once; a name that ends in ``?`` may be missing.
+    """The asked names that exist, each once; a name that ends in `?` may be missing.
 
     Raises:
-        BatchError: if a name without ``?`` does not exist; it lists those that do.
+        BatchError: if a name without `?` does not exist; it lists those that do.
     """
     asked = list(asked)
     missing = [name for name in asked if not name.endswith("?") and name not in existing]

@@ -90,7 +90,7 @@ class LostResultError(WorkerError):
     """An earlier call's result cannot be read any more.
 
     Attributes:
-        maker: the process that made it, as :attr:`Failure.origin` names it; empty where that is not known.
+        maker: the process that made it, as `Failure.origin` names it; empty where that is not known.
     """
 
     def __init__(self, message: str, maker: str = "") -> None:
@@ -102,11 +102,11 @@ class LostResultError(WorkerError):
 class Failure:
     """One rank's failed call.
 
-    ``pickled`` is the exception where it is one of our own tree, else empty; ``exception`` is it, in its own process.
-    ``origin`` is the call or process that failed, such as ``"call 12"``, and stays where later calls pass it on.
-    ``lost_from`` is the ``maker`` of a :class:`LostResultError`, and None for all other exceptions.
-    ``has_returned`` says that the method was over: no other rank waits for this one in it. ``note`` says of a group
-    that it ended, and how it is built again. ``exit_code`` and ``signal`` are of a process that is gone.
+    `pickled` is the exception where it is one of our own tree, else empty; `exception` is it, in its own process.
+    `origin` is the call or process that failed, such as `"call 12"`, and stays where later calls pass it on.
+    `lost_from` is the `maker` of a `LostResultError`, and None for all other exceptions.
+    `has_returned` says that the method was over: no other rank waits for this one in it. `note` says of a group
+    that it ended, and how it is built again. `exit_code` and `signal` are of a process that is gone.
     """
 
     role: str
@@ -143,7 +143,7 @@ class Failure:
         origin: str = "",
         has_returned: bool = False,
     ) -> Failure:
-        """Describe ``error``, raised by ``role.method`` on ``rank``."""
+        """Describe `error`, raised by `role.method` on `rank`."""
         return cls(
             role=role,
             method=method,

@@ -73,7 +73,7 @@ class Holder:
         self._slices: dict[tuple[Shard, RowSelection], dict[str, Holding]] = {}
 
     def hold(self, wanted: Sequence[Taken]) -> list[tuple[Holding, RowSelection]]:
-        """For each of ``wanted`` the arrays that have it, and its rows in them."""
+        """For each of `wanted` the arrays that have it, and its rows in them."""
         by_shard: dict[Shard, list[Taken]] = {}
         for each in wanted:
             by_shard.setdefault(each.shard, []).append(each)

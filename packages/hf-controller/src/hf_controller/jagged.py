@@ -36,7 +36,7 @@ class JaggedShapes:
         self._known: list[JaggedShape] = []
 
     def of(self, lengths: torch.Tensor) -> JaggedShape:
-        """The shape of rows of ``lengths``, an integer [rows]."""
+        """The shape of rows of `lengths`, an integer [rows]."""
         offsets = compute_offsets(lengths)
         for shape in self._known:
             if torch.equal(shape.offsets, offsets):

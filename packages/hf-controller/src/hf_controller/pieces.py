@@ -44,7 +44,7 @@ class ColumnRuns:
         return self._ends
 
     def view(self, start: int, stop: int) -> torch.Tensor:
-        """Rows ``start`` to ``stop - 1`` of the column, which lie within one run."""
+        """Rows `start` to `stop - 1` of the column, which lie within one run."""
         run = bisect_right(self._ends, start) if start < stop else -1
         taken, holding, first, last = self._runs[run] if run >= 0 else self._empty
         offset = 0 if run <= 0 else self._ends[run - 1]

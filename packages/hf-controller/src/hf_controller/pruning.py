@@ -1,7 +1,7 @@
 """Cut away the parts of a batch that a call does not read, so that the call does not wait for them.
 
 A reward reads the responses; that values were joined to the same batch must not make it wait for the critic. What a
-call returns is known before it ran where its method was registered with ``writes``. There mistakes in columns are found
+call returns is known before it ran where its method was registered with `writes`. There mistakes in columns are found
 at once, those in columns that the call does not read too; elsewhere the reader of the batch finds them.
 """
 
@@ -58,7 +58,7 @@ class _Cut(NamedTuple):
 def prune(expression: Expression, reads: Collection[str], known: Mapping[int, Known] | None = None) -> Expression:
     """An expression with the same rows, and of its columns at least those that a call reads.
 
-    A name that ends in ``?`` is one that the call can do without, so that it is not looked for where it is not.
+    A name that ends in `?` is one that the call can do without, so that it is not looked for where it is not.
 
     One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
     checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
@@ -66,7 +66,7 @@ def prune(expression: Expression, reads: Collection[str], known: Mapping[int, Kn
     Args:
         expression: the batch.
         reads: the columns that a call reads.
-        known: what :func:`know_columns` answers for ``expression``; None: it is asked here.
+        known: what `know_columns` answers for `expression`; None: it is asked here.
 
     Raises:
         BatchError: for known columns that are chosen, renamed or joined and do not fit.

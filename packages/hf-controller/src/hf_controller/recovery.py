@@ -22,12 +22,12 @@ __all__ = ["rebuild"]
 
 
 def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, WorkerGroup]:
-    """Close every group on ``pools`` and build it again from its spec; wait until all workers are constructed.
+    """Close every group on `pools` and build it again from its spec; wait until all workers are constructed.
 
     Pools whose groups failed together with one of these, through a connection, are built again with them. Processes
     that hang or are gone are killed, not asked. The old groups, their results that were not read yet, and
-    their connections (:func:`hf_controller.connect`) are gone; groups on other pools stay as they are. It is all or
-    nothing: after an error no group is left on ``pools``, and they can be built on by ``build_groups``.
+    their connections (`hf_controller.connect`) are gone; groups on other pools stay as they are. It is all or
+    nothing: after an error no group is left on `pools`, and they can be built on by `build_groups`.
 
     Args:
         executor: the executor that the groups were built with.

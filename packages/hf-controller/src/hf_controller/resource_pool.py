@@ -21,9 +21,9 @@ class ResourcePool:
     Groups that are built on one pool object share its slots: they are colocated and take turns.
 
     Args:
-        slots: number of slots on each machine, for example ``[8] * 2``. A cluster that an executor started by itself is
+        slots: number of slots on each machine, for example `[8] * 2`. A cluster that an executor started by itself is
             one machine, which stands for all of them.
-        device: ``"cuda"``: a slot is one GPU; ``"cpu"``: a slot is one core.
+        device: `"cuda"`: a slot is one GPU; `"cpu"`: a slot is one core.
         name: the pool's name in traces and errors.
 
     Raises:
@@ -64,7 +64,7 @@ def _read_slots(slots: object, name: str) -> tuple[int, ...]:
 
 
 def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
-    """The pools of a mapping plan by name; a machine of gpu_kind ``"cpu"`` has host slots.
+    """The pools of a mapping plan by name; a machine of gpu_kind `"cpu"` has host slots.
 
     Raises:
         PoolError: for what is not a plan; if a pool mixes host slots and GPUs.

@@ -26,7 +26,7 @@ class Terminated(SystemExit):
 
 
 class SignalGuard:
-    """Makes Ctrl-C, SIGTERM and SIGHUP exceptions of the main thread, so that ``with`` blocks and ``finally`` run.
+    """Makes Ctrl-C, SIGTERM and SIGHUP exceptions of the main thread, so that `with` blocks and `finally` run.
 
     SIGTERM becomes `Terminated(143)`, a SystemExit, and SIGHUP `Terminated(129)`. Ctrl-C keeps its handler. Ctrl-C and
     SIGHUP are ignored where they were ignored. An exception may get lost: a library swallows it, or Python cannot raise
@@ -46,7 +46,7 @@ class SignalGuard:
         self._unraisable_before: Any = None
 
     def install(self) -> None:
-        """Start; the handlers that were there before come back with :meth:`restore`."""
+        """Start; the handlers that were there before come back with `restore`."""
         if threading.current_thread() is not threading.main_thread():
             return
         for kind in _ENDING:

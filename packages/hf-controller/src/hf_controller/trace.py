@@ -24,7 +24,7 @@ __all__ = ["CallReport", "Span", "SubSpan", "Trace", "Watched", "refuse"]
 
 @dataclass(frozen=True)
 class SubSpan:
-    """A named part of a call, from ``WorkerContext.span``; wall-clock seconds."""
+    """A named part of a call, from `WorkerContext.span`; wall-clock seconds."""
 
     name: str
     start_s: float
@@ -42,7 +42,7 @@ class Span(NamedTuple):
         end_s: the results were stored.
         bytes_read: bytes of the rows that the method was given.
         bytes_written: bytes of the columns that it returned.
-        labels: what the call belonged to, such as ``{"iteration": 12}``; see :meth:`Trace.label`.
+        labels: what the call belonged to, such as `{"iteration": 12}`; see `Trace.label`.
         bytes_from_afar: bytes of columns that came from other machines for it.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
@@ -93,7 +93,7 @@ class CallReport(NamedTuple):
     Attributes:
         span: when it ran.
         num_rows: rows of the returned batch; 0 if it returned none, or was not asked for it.
-        failure: why it failed, or None. ``upstream`` says that an input's call failed and this one never ran.
+        failure: why it failed, or None. `upstream` says that an input's call failed and this one never ran.
     """
 
     span: Span
@@ -174,7 +174,7 @@ class Trace:
 
     @contextmanager
     def label(self, **labels: Any) -> Iterator[None]:
-        """Calls made inside the block carry ``labels`` in the trace.
+        """Calls made inside the block carry `labels` in the trace.
 
         Raises:
             ConfigError: for labels that cannot be written into it as JSON.
@@ -199,7 +199,7 @@ class Trace:
         self._watched.update(dict.fromkeys(handles, call))
 
     def note(self, reports: Iterable[CallReport], pool: ResourcePool) -> None:
-        """Take the reports of a call on ``pool`` that nobody watches."""
+        """Take the reports of a call on `pool` that nobody watches."""
         for report in reports:
             self._last_call_id = max(self._last_call_id, report.span.call_id)
             self._undrained.append(report.span)
@@ -224,7 +224,7 @@ class Trace:
         self._note_failure(call.call_id, failure, call.pool)
 
     def forget(self, pool: ResourcePool) -> None:
-        """The program builds the groups of ``pool`` again: failures of earlier calls there are forgotten."""
+        """The program builds the groups of `pool` again: failures of earlier calls there are forgotten."""
         self._forgotten[pool] = self._last_call_id
         self._untold = {origin: each for origin, each in self._untold.items() if each.pool is not pool}
         self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}

@@ -3,7 +3,7 @@
 A jagged column is its flat values plus one length per row; lengths that several columns have in common are stored once.
 Readers on the producer's machine see the arrays without a copy, so that a column they do not read costs nothing;
 readers elsewhere ask for the rows and columns they need. This module is the seam for another medium: any
-implementation of :class:`ObjectStore` can carry batches.
+implementation of `ObjectStore` can carry batches.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class ObjectStore(Protocol):
         ...
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
-        """The values of ``handles``, arrays without a copy where they are on this machine.
+        """The values of `handles`, arrays without a copy where they are on this machine.
 
         Raises:
             WorkerTimeoutError: if one is not there in time.
@@ -121,22 +121,22 @@ class ObjectStore(Protocol):
         ...
 
     def is_far(self, origin: Any) -> bool:
-        """Returns True if objects of ``origin`` are on another machine and available in slices."""
+        """Returns True if objects of `origin` are on another machine and available in slices."""
         ...
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
-        """Ask a far shard's process for a slice; the answer is the handle of a :class:`SliceReply`."""
+        """Ask a far shard's process for a slice; the answer is the handle of a `SliceReply`."""
         ...
 
 
 def encode_batch(
     batch: TensorDict, store: ObjectStore, *, selection: RowSelection | None = None, input_rows: int = 0
 ) -> Shard:
-    """Put the columns of ``batch`` (batch_size [B]) into ``store``.
+    """Put the columns of `batch` (batch_size [B]) into `store`.
 
     Raises:
         BatchError: for a batch_size that is not one number, a column that is not a dense or jagged tensor, or a
-            column's name that ends in ``?``.
+            column's name that ends in `?`.
     """
     from tensordict import TensorDictBase
 
@@ -185,7 +185,7 @@ def _get_column(batch: TensorDict, name: str) -> Any:
 
 
 def take_slices(arrays: Sequence[Any], request: SliceRequest) -> SliceReply:
-    """Cut ``request`` out of a shard's arrays."""
+    """Cut `request` out of a shard's arrays."""
     import torch
 
     starts: dict[int, torch.Tensor] = {}
@@ -265,7 +265,7 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
 
 
 def _append_once(arrays: list[torch.Tensor], row_lengths: torch.Tensor, begin: int) -> int:
-    """Position of ``row_lengths`` among the arrays from ``begin`` on, appended if it is not there."""
+    """Position of `row_lengths` among the arrays from `begin` on, appended if it is not there."""
     import torch
 
     for position in range(begin, len(arrays)):

@@ -27,16 +27,16 @@ class WorkerContext:
     """A rank's view of itself.
 
     Attributes:
-        role: the role's name, such as ``"actor"``.
+        role: the role's name, such as `"actor"`.
         rank: this rank, 0 ... world_size - 1, sorted by (machine, device).
         world_size: ranks of the group.
         topology: the role's layout.
-        device: where its tensors live, such as ``"cpu"`` or ``"cuda:0"``; arguments always arrive on the host.
+        device: where its tensors live, such as `"cpu"` or `"cuda:0"`; arguments always arrive on the host.
         seed: the group's seed, equal on all ranks. Python's, numpy's and torch's global generators were seeded with
             it before the worker was constructed.
         pool: name of the resource pool.
-        connections: joint process groups with other groups, by name; see :func:`hf_controller.connect`.
-        sub_spans: what :meth:`span` timed in the running call.
+        connections: joint process groups with other groups, by name; see `hf_controller.connect`.
+        sub_spans: what `span` timed in the running call.
         labels: of the running call, as `Trace.label` sets them, such as `iteration` in a run.
     """
 
@@ -67,13 +67,13 @@ class WorkerContext:
 
 
 class Worker:
-    """Base class of workers. Methods marked with ``hf_protocols.register`` can be called through the group.
+    """Base class of workers. Methods marked with `hf_protocols.register` can be called through the group.
 
     A method gets its batch arguments as TensorDicts of its own rows, on the host. They are views of memory that all
     readers of the batch share: read them, or clone before writing in place. A write reaches every reader at once;
-    torch's own (``add_``, ``x[...] =``) end the call in an error afterwards, those through ``.numpy()`` or ``.data``
+    torch's own (`add_`, `x[...] =`) end the call in an error afterwards, those through `.numpy()` or `.data`
     go unnoticed. When the constructor runs, the default process group of
-    ``torch.distributed`` joins the group's ranks (gloo on CPU, nccl on GPU).
+    `torch.distributed` joins the group's ranks (gloo on CPU, nccl on GPU).
     """
 
     needs_process_group: ClassVar[bool] = True
@@ -88,7 +88,7 @@ class Worker:
     def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
         """Returns True if a worker with these arguments uses a library that keeps its training layout in globals.
 
-        ``fused=True`` with a role of another training layout is then refused, before any process starts.
+        `fused=True` with a role of another training layout is then refused, before any process starts.
         """
         return False
 
@@ -121,7 +121,7 @@ def as_pieces(method: Method) -> Method:
 
 
 def takes_pieces(method: Callable[..., Any]) -> bool:
-    """Returns True if ``method`` is marked with :func:`as_pieces`."""
+    """Returns True if `method` is marked with `as_pieces`."""
     return bool(getattr(method, _PIECES, False))
 
 
@@ -130,18 +130,18 @@ class WorkerSpec:
     """Specification of the ranks of one role.
 
     Attributes:
-        worker: the class; it is constructed on every rank as ``worker(context, **kwargs)``.
+        worker: the class; it is constructed on every rank as `worker(context, **kwargs)`.
         topology: the role's layout; its world size is the number of slots of the pool.
         kwargs: the constructor's arguments. They travel, so they are picklable.
         seed: seed of the global generators, equal on all ranks.
         environment: variables of the ranks' processes, set before anything heavy is imported there. Roles that share
-            processes share them. ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-            ``MASTER_PORT`` are set there as torchrun does, and refused here.
+            processes share them. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
+            `MASTER_PORT` are set there as torchrun does, and refused here.
         balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
             still differs by at most one, and results come back in their logical order.
 
     Raises:
-        ProtocolError: if ``worker`` is not a subclass of Worker, or has no registered method; for a value of another
+        ProtocolError: if `worker` is not a subclass of Worker, or has no registered method; for a value of another
             kind, and for arguments that its constructor does not take.
     """
 

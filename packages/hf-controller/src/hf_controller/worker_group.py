@@ -30,10 +30,10 @@ class GroupExecutor(Protocol):
 class WorkerGroup:
     """All ranks of one role. Its registered methods are called like a single object's, and answer at once.
 
-    ``group.method(*args, **kwargs)``: TensorDicts and BatchFutures among the arguments are distributed to the ranks by
+    `group.method(*args, **kwargs)`: TensorDicts and BatchFutures among the arguments are distributed to the ranks by
     the method's protocol; everything else reaches every rank as it is. Arguments that the method does not take are a
     ProtocolError at once. The answer is a
-    :class:`~hf_controller.futures.BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is registered.
+    `BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is registered.
 
     Calls of one group, and of groups on one pool, run in the order in which they were made.
     """

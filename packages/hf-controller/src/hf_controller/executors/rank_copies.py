@@ -64,7 +64,7 @@ def _restore(states: dict[str, Any]) -> None:
 
 
 def copy_object(value: Any) -> Any:
-    """A copy that shares nothing that can be changed with ``value``; raises what its copying and pickling raise."""
+    """A copy that shares nothing that can be changed with `value`; raises what its copying and pickling raise."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     with Caught():  # a tensor inside a graph can only be pickled

@@ -8,7 +8,7 @@
         for check in conformance_checks(collectives=False):
             check(stage)
 
-A check is a function of a :class:`Stage`; it raises AssertionError where the executor differs. Checks that need
+A check is a function of a `Stage`; it raises AssertionError where the executor differs. Checks that need
 collectives between ranks come last: an executor that runs ranks one after another leaves them out.
 """
 

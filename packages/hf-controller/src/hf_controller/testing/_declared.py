@@ -38,7 +38,7 @@ class Total:
 
 
 class DeclaringWorker(Worker):
-    """Knows one column, ``row``; its arguments know others."""
+    """Knows one column, `row`; its arguments know others."""
 
     @register(protocol=DP, reads=("row",), writes=FROM_ARGUMENT)
     def apply(self, batch: TensorDict, total: Total) -> TensorDict:

@@ -60,7 +60,7 @@ def require_batch(got: TensorDict, wanted: TensorDict, what: str = "batch") -> N
 
 
 def require_raises(kind: type[BaseException], attempt: Callable[[], Any]) -> Any:
-    """The error of ``kind`` that ``attempt`` raises."""
+    """The error of `kind` that `attempt` raises."""
     try:
         outcome = attempt()
     except (HybridFlowError, AttributeError) as error:

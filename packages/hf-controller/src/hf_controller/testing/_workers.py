@@ -350,9 +350,9 @@ class SoloWorker(ProbeWorker):
 class StageWorker:
     """The groups that the checks share: building them takes longer than any check.
 
-    ``three`` and ``two`` have three and two data-parallel ranks on pools of their own; ``sharded`` shares the processes
-    of ``two`` with another layout (tp_size=2), ``colocated``, laid out like that too, their slots alone; ``solo`` has
-    one rank. ``free`` has two ranks that never meet: what one of them raises leaves the group as it is.
+    `three` and `two` have three and two data-parallel ranks on pools of their own; `sharded` shares the processes
+    of `two` with another layout (tp_size=2), `colocated`, laid out like that too, their slots alone; `solo` has
+    one rank. `free` has two ranks that never meet: what one of them raises leaves the group as it is.
     """
 
     def __init__(self, executor: Executor) -> None:
