@@ -16,10 +16,10 @@ class Supported:
     """The versions of a library that a backend supports, as its distribution declares them.
 
     Attributes:
-        user: who supports them, such as ``"backend 'vllm'"``.
+        user: who supports them, such as `"backend 'vllm'"`.
         library: the library's name, as its authors write it.
         distributions: what may install it; the first that is there counts.
-        oldest: the first supported version, such as ``"0.32"``.
+        oldest: the first supported version, such as `"0.32"`.
         too_new: the first one that is not.
         install: the line that installs a supported one.
     """

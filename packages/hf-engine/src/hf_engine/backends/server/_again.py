@@ -1,4 +1,4 @@
-"""A server that is gone, and is started again by whoever looks after it."""
+"""A server that is gone, and is started again by its supervisor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def find_again(
     """Waits until a server of the same kind answers at the URL of one that is gone.
 
     Args:
-        find: asks what answers there.
+        find: identifies the server at the URL.
         facts: of the server that is gone.
         lost: how its end was noticed.
         restart_timeout_s: deadline.
