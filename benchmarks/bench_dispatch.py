@@ -1,7 +1,7 @@
 """Cost of moving a batch from four producers to four or two consumers, against two other ways.
 
 A producer returns rows that it holds; a consumer reads every byte of what it gets, once as one contiguous batch and
-once as a list of zero-copy pieces. The systems in :mod:`dispatch_systems`:
+once as a list of zero-copy pieces. The systems in `dispatch_systems`:
 
 * controller: a future from one worker group to another;
 * reference, the floor: bare Ray references between actors;
@@ -14,7 +14,7 @@ beginning with another, in one run on one cluster; figures are medians with quar
 those of the whole batch. An empty call has no rows, no arguments and no result, on four consumers; four rows of no
 bytes through producers and consumers (0 MB) are reported next to it, without a target.
 
-The controller's payload is counted in its process, where Ray packs and unpacks (:mod:`payload`): calls, reports and
+The controller's payload is counted in its process, where Ray packs and unpacks (`payload`): calls, reports and
 row metadata together, per call of a method on a group. What a row adds is the difference between a call that reads
 permuted rows and one that reads them in order.
 

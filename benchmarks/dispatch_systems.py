@@ -1,6 +1,6 @@
-"""Three ways from four producers to the consumers of :mod:`bench_dispatch`, behind one interface.
+"""Three ways from four producers to the consumers of `bench_dispatch`, behind one interface.
 
-All hold the same rows, deliver them as TensorDicts, and hand these to the same function, :func:`read_every_byte`.
+All hold the same rows, deliver them as TensorDicts, and hand these to the same function, `read_every_byte`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_every_byte(pieces: Sequence[TensorDict]) -> int:
 
 
 def expected_sum(num_rows: int) -> int:
-    """Returns the result of :func:`read_every_byte` for the rows of all producers."""
+    """Returns the result of `read_every_byte` for the rows of all producers."""
     return NUM_PRODUCERS * num_rows * (ROW_ITEMS * (ROW_ITEMS - 1) // 2)
 
 
@@ -43,7 +43,7 @@ class System(Protocol):
     """One way to move rows."""
 
     def move(self, num_rows: int, num_consumers: int, *, contiguous: bool) -> int:
-        """Let every producer return ``num_rows`` rows and the consumers read them; the sum of all that was read."""
+        """Let every producer return `num_rows` rows and the consumers read them; the sum of all that was read."""
         ...
 
     def call(self) -> None:

@@ -1,7 +1,7 @@
 """Counter of the payload bytes that pass through this process, where Ray packs and unpacks them.
 
 Every value that a process gives to Ray (an actor call's argument, an object that it puts) goes through
-``SerializationContext.serialize``, and every value that it gets back through ``deserialize_objects``. Both are wrapped
+`SerializationContext.serialize`, and every value that it gets back through `deserialize_objects`. Both are wrapped
 while the counter is open, and the sizes of what they produce and are given are added: what Ray then really writes or
 reads. Nothing here knows what the controller says of itself. Rows that only pass by, as references do, are not counted.
 """

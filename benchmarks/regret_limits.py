@@ -37,7 +37,7 @@ def main() -> int:
 
 
 def find_regrets(sweep: Sequence[TrainingCase], factors: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns the cost of the predicted best over the measured best, under each of F factors ``[F, 3]``: ``[F]``."""
+    """Returns the cost of the predicted best over the measured best, under each of F factors `[F, 3]`: `[F]`."""
     measured = np.array([case.measured for case in sweep])
     predicted = np.array([case.predict() for case in sweep])
     features = np.log2([describe(case) for case in sweep])

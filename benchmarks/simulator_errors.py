@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def load_cases(folder: Path) -> list[Case]:
-    """Everything in ``folder`` that can be compared, in its order."""
+    """Everything in `folder` that can be compared, in its order."""
     found = [cases for table in read_tables(folder) for _, cases in build_cases(table)]
     return [case for cases in found if not isinstance(cases, SkipRow) for case in cases]
 
@@ -137,7 +137,7 @@ def read_block(name: str) -> list[list[str]]:
 
 
 def write_block(name: str, header: str, rows: Sequence[Sequence[str]]) -> None:
-    """Put a table between a mark with ``name`` and the next end mark."""
+    """Put a table between a mark with `name` and the next end mark."""
     before, begin, rest = PAGE.read_text().partition(f"<!-- {name} -->\n")
     lines = [header, "|" + "---|" * header.count(" |"), *("| " + " | ".join(row) + " |" for row in rows)]
     PAGE.write_text(before + begin + "\n".join(lines) + "\n" + "<!-- end -->" + rest.partition("<!-- end -->")[2])
