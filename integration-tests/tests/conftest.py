@@ -1,4 +1,4 @@
-"""Small runs of the ``hybridflow`` command, shared by the tests of this folder."""
+"""Small runs of the `hybridflow` command, shared by the tests of this folder."""
 
 from __future__ import annotations
 

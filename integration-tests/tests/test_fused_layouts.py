@@ -71,7 +71,7 @@ class MeshWorker(Worker):
 
     @register(protocol=THREE_D, reads=["x"], writes=["y", "mean"])
     def project(self, batch: TensorDict) -> TensorDict:
-        """``y`` [B, 2] is x [B, 6] times the weight; ``mean`` is that of x over the rows of all replicas."""
+        """`y` [B, 2] is x [B, 6] times the weight; `mean` is that of x over the rows of all replicas."""
         y = batch["x"][:, self.columns] @ self.weight.T
         torch.distributed.all_reduce(y, group=self.groups["tp"])
         total = torch.tensor([float(batch["x"].sum()), float(batch["x"].numel())])

@@ -1,4 +1,4 @@
-"""``train --plan``: pools and layouts come from the plan, on Ray; a plan that cannot be followed is one clear error."""
+"""`train --plan`: pools and layouts come from the plan, on Ray; a plan that cannot be followed is one clear error."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ ON_RAY = {
 
 
 def on_two_ranks(config: Path) -> list[str]:
-    """The command that runs ``config`` on a local Ray cluster with a plan of two ranks."""
+    """The command that runs `config` on a local Ray cluster with a plan of two ranks."""
     reward = "small_runs:response_length"
     (config.parent / "rewards_of_this_run.py").write_text(REWARD)
     (config.parent / "small_runs.py").write_text(Path(sys.modules["small_runs"].__file__ or "").read_text())

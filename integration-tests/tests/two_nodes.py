@@ -1,7 +1,7 @@
 """Program of test_two_nodes.py: the quickstart's PPO, with a small model, on two raylets.
 
-``python two_nodes.py count DIRECTORY`` spreads the groups over both and compares what each call received from the other
-node with what the routes say; ``python two_nodes.py lose DIRECTORY`` lets the second node die in the third iteration.
+`python two_nodes.py count DIRECTORY` spreads the groups over both and compares what each call received from the other
+node with what the routes say; `python two_nodes.py lose DIRECTORY` lets the second node die in the third iteration.
 Arrivals are counted where arrays enter a worker's process, in addition to the controller's own spans.
 """
 
