@@ -114,8 +114,8 @@ def run_stage(name: str, seed: int, *, starts: bool) -> dict[str, Any] | None:
     if not starts or not all(run_stage(before, seed, starts=False) for before in STAGES[name].after):
         return None
     kept.parent.mkdir(parents=True, exist_ok=True)
-    if not (folder / "data").exists():
-        (folder / "data").symlink_to(CACHE / "data")
+    (folder / "data").unlink(missing_ok=True)  # of a cache that has been moved since
+    (folder / "data").symlink_to(CACHE / "data")
     words = [STAGES[name].command, str(EXAMPLES / f"{name}.toml"), "--overwrite", "--set", f"run.seed={seed}"]
     used_s = _run(words, folder, folder / f"{name}.log")
     result = read_result(folder / "runs" / name) | {"cpu_s": round(used_s, 1), "commit": _read_commit()}

@@ -65,9 +65,15 @@ def test_sets_are_evaluated_in_their_turn(
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ('name = "a"\ndata = "absent.jsonl"', "data of [[evaluation]] 'a': absent.jsonl: no such file or directory"),
-        ('name = "a"\ndata = "{rows}"\nmetrics = ["exact_mach"]', "Did you mean exact_match?"),
-        ('name = "a"\ndata = "{rows}"\nsamples = 2', "samples = 2: at temperature = 0 all would be equal"),
+        (
+            'name = "a"\ndata = "absent.jsonl"',
+            "evaluation[0].data: absent.jsonl: no such file or directory",
+        ),
+        ('name = "a"\ndata = "{rows}"\nmetrics = ["exact_mach"]', "evaluation[0].metrics = 'exact_mach' does not"),
+        (
+            'name = "a"\ndata = "{rows}"\nsamples = 2',
+            "evaluation[0].samples = 2: at temperature = 0 all would",
+        ),
         ('name = "test"\ndata = "{rows}"', "evaluation[0].name = 'test': is that of the rows of data.test in metrics"),
         (
             'name = "a"\ndata = "{rows}"\nevry = 2',
@@ -75,7 +81,7 @@ def test_sets_are_evaluated_in_their_turn(
         ),
         (
             'name = "a"\ndata = "{rows}"\nmax_new_tokens = 20',
-            "(max_new_tokens of [[evaluation]] 'a') are above the model",
+            "(evaluation[0].max_new_tokens) are above the model",
         ),
         (
             'name = "a"\ndata = "{rows}"\n[[evaluation]]\nname = "a"\ndata = "{rows}"',

@@ -112,7 +112,7 @@ def test_what_fails_later_is_a_failed_run(small_config: Path, hybridflow: Callab
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        (("--rollout", "nonsense"), "no backend named 'nonsense'"),
+        (("--rollout", "nonsense"), "no rollout backend is named 'nonsense'"),
         (("--ranks", "32"), "34 processes of about 0.5 GiB need 17 GiB, and this machine has 4.0 GiB"),
     ],
 )

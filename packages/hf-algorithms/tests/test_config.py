@@ -549,9 +549,14 @@ def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPat
         ({"functions": [{"function": "a:f"}, {"function": "b:f"}]}, "two functions are named 'f'. Set another name"),
         ({"functions": [{"name": "a"}]}, r"reward\.functions\[0\]\.function is missing"),
         (
-            {"functions": [{"name": "a", "function": "a:f", "heaviness": 1.0}]},
-            r"unknown key 'reward\.functions\[0\]\.heaviness'",
+            {"functions": [{"name": "a", "function": "a:f", "colour": 1.0}]},
+            r"key 'reward\.functions\[0\]\.colour'\. Its table has name, function, weight, deadline_s, style$",
         ),
+        (
+            {"functions": [{"name": "a", "function": "a:f", "weigth_": 1.0}]},
+            r"unknown key 'reward\.functions\[0\]\.weigth_': did you mean 'weight'\?$",
+        ),
+        ({"model": {"path": "a", "weigt": 1.0}}, r"unknown key 'reward\.model\.weigt': did you mean 'weight'\?$"),
         ({"functions": [{"name": "a", "function": "a:f", "deadline_s": 0.0}]}, "deadline_s = 0.0: must be above 0"),
         ({"functions": [{"name": "a", "function": "a:f", "style": "nemo"}]}, "style = 'nemo': must be 'auto'"),
     ],
@@ -559,6 +564,22 @@ def test_a_variable_in_a_url_is_stored_by_its_name(monkeypatch: pytest.MonkeyPat
 def test_functions_that_contradict_are_refused(reward: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         parse_config({**MINIMAL, "reward": reward})
+
+
+@pytest.mark.parametrize(
+    ("lora", "says"),
+    [
+        ({"rnk": 8}, r"^unknown key 'model\.lora\.rnk': did you mean 'rank'\?$"),
+        (
+            {"targets": "all-linear"},
+            r"^model\.lora\.targets = 'all-linear': is what an absent key means\. Remove",
+        ),
+        ({"targets": "q_proj"}, r"^model\.lora\.targets = 'q_proj': must be a list$"),
+    ],
+)
+def test_wrong_keys_of_adapters_are_one_line(lora: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        parse_config({**MINIMAL, "model": {"path": "a", "lora": lora}})
 
 
 def test_a_filter_by_an_unknown_reward_is_refused() -> None:

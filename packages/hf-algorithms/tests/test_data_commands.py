@@ -166,7 +166,7 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
     report = json.loads(run(*words, *chain.from_iterable(("--template-option", each) for each in options), "--json"))
     assert report["first"]["text"] == "13much"
     assert list(report["first"]["ids"]) == tokenizer("13much")["input_ids"]
-    with pytest.raises(ConfigError, match=r"^data\.template_options has tokenize, which is not a variable of a chat"):
+    with pytest.raises(ConfigError, match=r"^--template-option has tokenize, which is not a variable of a chat"):
         run(*words, "--template-option", "tokenize=true")
     with pytest.raises(ConfigError, match=r"^--template-option 'think': write it as NAME=VALUE, such as enable_think"):
         run(*words, "--template-option", "think")

@@ -181,8 +181,8 @@ def test_numbers_are_printed_with_their_intervals(model: Path, rows: Path) -> No
 
 
 TOO_LONG = (
-    r"line 2: its prompt of 6 tokens and a response of up to 43 \(max_new_tokens\) are above the model's context of 48 "
-    "tokens. Shorten the prompt, or lower max_new_tokens to at most 42"
+    r"line 2: its prompt of 6 tokens and a response of up to 43 \(--max-new-tokens\) are above the model's context of "
+    "48 tokens. Shorten the prompt, or lower --max-new-tokens to at most 42"
 )
 EXACT = ("--metric", "exact_match")
 EVALUATE = ("evaluate", "{model}", "--data", "rows.jsonl")
@@ -193,28 +193,30 @@ GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
     ("words", "kind", "message"),
     [
         ((*GENERATE, "out", "--max-new-tokens", 43), ConfigError, TOO_LONG),
-        ((*GENERATE, "rows.jsonl"), ConfigError, "output = 'rows.jsonl': exists"),
+        ((*GENERATE, "rows.jsonl"), ConfigError, "--output 'rows.jsonl': exists"),
         ((*GENERATE, "old"), ConfigError, "old.part is there, with the rows of a command that was interrupted"),
         ((*GENERATE, "rows.jsonl/out"), ConfigError, "rows.jsonl is not a folder"),
-        ((*GENERATE, "out", "--backend", "vlm"), ConfigError, "backend = 'vlm': no backend named 'vlm'"),
+        ((*GENERATE, "out", "--backend", "vlm"), ConfigError, "^--backend 'vlm': .* Did you mean 'vllm'"),
         ((*GENERATE, "out", "--option", "cachebytes=3"), ConfigError, "did you mean 'cache_bytes'"),
-        ((*GENERATE, "out", "--option", "cache_bytes=9"), ConfigError, "option cache_bytes = 9: a row of 48 tokens"),
+        ((*GENERATE, "out", "--option", "cache_bytes=9"), ConfigError, "^--option cache_bytes=9: a row of 48 tokens"),
         ((*GENERATE, "out", "--option", "cachebytes"), ConfigError, "--option 'cachebytes': write it as NAME=VALUE"),
-        ((*GENERATE, "out", "--samples", 2, "--temperature", 0), ConfigError, "samples = 2: at temperature = 0"),
-        ((*GENERATE, "out", "--temperature", 1e-9), ConfigError, "temperature = 1e-09: must be 0 or at least 1e-06"),
+        ((*GENERATE, "out", "--samples", 2, "--temperature", 0), ConfigError, "^--samples 2: at temperature = 0"),
+        ((*GENERATE, "out", "--temperature", 1e-9), ConfigError, "^--temperature 1e-09: must be 0 or at least 1e-06"),
         (("generate", "absent", *GENERATE[2:], "out"), ConfigError, "model = 'absent': "),
         (("generate", "adapter", *GENERATE[2:], "out"), ConfigError, "model = 'adapter': "),
         (("generate", "run", *GENERATE[2:], "out"), ConfigError, "model = 'run': is a run without model/"),
-        (EVALUATE, ConfigError, "metric: no metric is named"),
-        ((*EVALUATE[:2], "--metric", "exact_match"), ConfigError, "data: no set is named"),
+        (EVALUATE, ConfigError, "^--metric is missing. Name a function"),
+        ((*EVALUATE[:2], "--metric", "exact_match"), ConfigError, "^--data is missing. Name a file"),
         ((*EVALUATE, "--data", "./rows.jsonl", *EXACT), ConfigError, "'rows.jsonl' is named 'rows' as well"),
         ((*EVALUATE[:2], "--data", "x=absent.jsonl", *EXACT), DataError, "absent.jsonl: no such file"),
         ((*EVALUATE, "--metric", "exact_mach"), ConfigError, "does not name a function.*Did you mean exact_match"),
         ((*EVALUATE, "--metric", "own_metrics:odd"), ConfigError, "odd does not exist"),
         ((*EVALUATE, *EXACT, "--metric", "hf_algorithms.rewards:exact_match"), ConfigError, "same name 'exact_match'"),
-        ((*EVALUATE, "--metric", "exact_match", "--output", "."), ConfigError, "output = '.': is not empty"),
+        ((*EVALUATE, "--metric", "exact_match", "--output", "."), ConfigError, "^--output '.': is not empty"),
         ((*EVALUATE, "--metric", "own_metrics:silent"), RewardError, "'silent' scored none of the 3 rows"),
-        (("export", "{model}", "--output", "run"), ConfigError, "output = 'run': is not an empty directory"),
+        ((*EVALUATE, *EXACT, "--prompt-field", "q"), DataError, "has no field 'q'; .* Correct --prompt-field"),
+        ((*EVALUATE, *EXACT, "--chat-template", "no.jinja"), ConfigError, "^--chat-template 'no.jinja': cannot"),
+        (("export", "{model}", "--output", "run"), ConfigError, "^--output 'run': is not an empty directory"),
         (("export", "{model}", "--output", "x", "--iteration", 3), ConfigError, "is not a run"),
         (("export", "orphan", "--output", "x"), ConfigError, "'orphan': is an adapter of './gone': no such directory"),
         (("export", "done", "--output", "x", "--iteration", 3), ConfigError, "it holds those of 2, 4. Choose one"),

@@ -392,7 +392,7 @@ def test_in_process_a_plan_of_more_ranks_is_refused(build: Callable[..., Config]
     [
         (plan_of(2, generation=GenerationSpec(gen_tp_size=2)), "rollout.backend = 'transformers' runs at most 1 and 1"),
         (plan_of(2, train=ParallelSpec(tp_size=2)), "backend 'fsdp' shards over data-parallel ranks only"),
-        (plan_of(2, backend="nonsense"), "no backend named 'nonsense'"),
+        (plan_of(2, backend="nonsense"), "backend is named 'nonsense'"),
     ],
 )
 def test_layouts_that_no_backend_runs_are_refused(build: Callable[..., Config], plan: MappingPlan, part: str) -> None:
@@ -412,7 +412,7 @@ def test_a_role_may_have_a_training_backend_of_its_own(build: Callable[..., Conf
 @pytest.mark.parametrize(
     ("role", "backend", "plan", "message"),
     [
-        ("critic", "nonsense", None, "roles.critic.backend = 'nonsense': no backend named 'nonsense'"),
+        ("critic", "nonsense", None, "roles.critic.backend = 'nonsense': no training backend is named 'nonsense'"),
         (
             "critic",
             "fsdp",

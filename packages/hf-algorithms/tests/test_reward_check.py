@@ -163,7 +163,7 @@ def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> Non
         (needs_a_keyword, "has the parameter weight, which nothing fills"),
         (
             of_two_conventions,
-            r"names of two conventions, completions \(trl\) and solution_str \(verl\): .*Set style of",
+            r"names of two conventions, completions \(trl\) and solution_str \(verl\): .*(Set style of|Rename one)",
         ),
         (len, "too many positional arguments"),
         (waits_and_yields, "yields. Return its scores"),

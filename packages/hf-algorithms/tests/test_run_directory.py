@@ -29,6 +29,11 @@ def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tm
     first.close()
     with pytest.raises(ConfigError, match="is not empty: choose another directory, or --overwrite"):
         RunDirectory(tmp_path / "run")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    for overwrite in (False, True):
+        with pytest.raises(ConfigError, match=r"is not empty and not the directory of a run: choose"):
+            RunDirectory(tmp_path / "mine", overwrite=overwrite)
     second = RunDirectory(tmp_path / "run", overwrite=True)
     assert (first.path / "summary.json").is_file()
     (first.path / "notes.txt").write_text("mine")

@@ -44,9 +44,7 @@ def test_the_backends_of_this_package_are_entry_points():
 
 def test_an_unknown_name_lists_the_installed_ones(installed):
     installed.extend([entry_point("a:B", "zebra"), entry_point("a:B", "ant")])
-    with pytest.raises(
-        BackendError, match=r"no backend named 'fdsp' in hf_engine.train_backends; installed: ant, zebra"
-    ):
+    with pytest.raises(BackendError, match=r"no training backend is named 'fdsp'\. Installed are ant, zebra"):
         load_train_backend("fdsp")
 
 

@@ -33,3 +33,10 @@ def test_every_error_is_ours(name: str) -> None:
 
 def _drawn_line(name: str) -> str:
     return next(line for line in errors.__doc__.splitlines() if re.search(rf"\b{name}\b", line))
+
+
+def test_a_notebook_shows_one_line() -> None:
+    """IPython asks an error for its lines before it makes a traceback."""
+    error = errors.ConfigError("a = 1: must be 2. Set it")
+    error.add_note("a note")
+    assert error._render_traceback_() == ["ConfigError: a = 1: must be 2. Set it", "a note"]

@@ -294,5 +294,9 @@ def test_a_file_that_is_not_a_plan_is_named(tmp_path: Path) -> None:
     file.write_text(PLAN.to_json().replace("main", "\\ud800"))
     with pytest.raises(PlanError, match=r"--plan \S*plan\.json: .* unpaired surrogate"):
         load_plan(file, "--plan")
+    file.write_text('{"prompt": "1"}\n{"prompt": "2"}\n')
+    says = r"^the plan \S*: is not a mapping plan: Extra data: .*\. Write one with `hybridflow plan CONFIG --json`$"
+    with pytest.raises(PlanError, match=says):
+        load_plan(file)
     with pytest.raises(ConfigError, match=r"plan\.json cannot be read"):
         load_plan(tmp_path / "absent" / "plan.json")

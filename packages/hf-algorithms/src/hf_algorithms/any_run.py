@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.command_line import hush_torch
+from hf_algorithms.initial_model import without_progress
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_algorithms.run import run_training
 from hf_algorithms.supervised import run_supervised
@@ -36,8 +38,10 @@ def run_recipe(
         The contents of `summary.json`, also where `run.max_seconds` has ended the run in the middle of an iteration.
     """
     run = run_supervised if isinstance(config.recipe, SupervisedRecipe) else run_training
+    hush_torch()
     try:
-        return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume)
+        with without_progress():
+            return run(config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume)
     except Terminated as end:
         if end.code != 0:
             raise

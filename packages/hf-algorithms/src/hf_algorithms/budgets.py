@@ -171,7 +171,7 @@ def check_scorers(config: Config, inputs: RunInputs) -> None:
             if longest + least > limit:
                 problems.append(
                     f"{data.where(lengths.index(longest))}: its prompt of {longest} tokens and a response "
-                    f"of up to {new} exceed the context of {limit} tokens of {label}. Shorten the prompt, or give a "
+                    f"of up to {new} exceed the context of {limit} tokens of {label}. Shorten the prompt, or use a "
                     "model with a longer context"
                 )
         _refuse(problems)
@@ -314,7 +314,7 @@ def _find_shortages(config: Config, calls: Iterable[PlannedCall], *, is_given: b
         )
         if call.kind == "generation":
             ranks = "generation replicas"
-        fewer = "give a plan with fewer ranks" if is_given else "lower cluster.gpus_per_machine"
+        fewer = "use a plan with fewer ranks" if is_given else "lower cluster.gpus_per_machine"
         yield (
             f"{key} = {call.num_rows}: {call.least_rows} {ranks} need at least {call.least_rows} rows. "
             f"Raise {knob}, or {fewer}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -13,7 +12,15 @@ from typing import NoReturn
 
 import click
 
-from hf_algorithms.command_line import UserPath, describe_error, exit_codes, fail, print_summary, search_path_of
+from hf_algorithms.command_line import (
+    UserPath,
+    describe_error,
+    exit_codes,
+    fail,
+    hush_torch,
+    print_summary,
+    search_path_of,
+)
 from hf_algorithms.data_commands import data
 from hf_algorithms.model_commands import evaluate, export, generate
 from hf_algorithms.replay_command import replay
@@ -85,7 +92,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             models, lines = pairs.models, pairs.describe_data()
         else:
             inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))
-            models, lines = inputs.models, inputs.describe_data()
+            models, lines = inputs.models, [*inputs.describe_data(), *inputs.describe_draws(settings)]
             lines += describe_logs(settings, search_path=search_path_of(config))
         notes = [*describe_generic_shapes(models), *describe_merging(settings, models)]
     for note in notes:
@@ -188,8 +195,7 @@ def main() -> NoReturn:
         signal.signal(signal.SIGHUP, after_imports(_terminate))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
         signal.signal(signal.SIGINT, after_imports(signal.default_int_handler))
-    # a deprecation notice of torch about its own use of itself, at the first jagged tensor
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    hush_torch()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours tells more; workers inherit it
     try:
         sys.exit(cli.main(standalone_mode=False))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from hf_algorithms.value_names import naming_flags
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.paths import read_path
@@ -71,7 +72,8 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
         if not file or overrides:
             wrong = "--set is an option of --config" if overrides else "no FILE is named"
             raise ConfigError(f"hybridflow data check: {wrong}. Name a FILE, or a CONFIG with --config")
-        report, pairs = _check_files(file, options)
+        with naming_flags():
+            report, pairs = _check_files(file, options)
         content = report.to_dict() | ({} if pairs is None else {"pairs": pairs.to_dict()})
         lines = [*report.lines(), *([] if pairs is None else pairs.lines())]
         _print_report(content if as_json else lines, [report])

@@ -17,6 +17,7 @@ from hf_algorithms.model_source import ModelSource, find_model_source, holding_w
 from hf_algorithms.placement import check_backend_options
 from hf_algorithms.python_inputs import temporary_inputs
 from hf_algorithms.responses import build_sampling_of, check_room, draw_responses
+from hf_algorithms.value_names import naming_arguments
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
@@ -106,7 +107,7 @@ class Policy:
             try:
                 backend.check_row(self.options, self.shape, tokens=tokens, samples=sampling.n)
             except BackendError as error:
-                raise ConfigError(f"option {error}") from None
+                raise ConfigError(f"backend_options.{error}") from None
 
     @contextmanager
     def started(self, *, seed: int) -> Iterator[tuple[Executor, WorkerGroup]]:
@@ -160,7 +161,7 @@ def read_policy(
         backend, own = _choose_backend(config)
         backend_options = {**own, **backend_options}
     try:
-        check_backend_options(backend, backend_options, key="backend", options_key="option")
+        check_backend_options(backend, backend_options, key="backend", options_key="backend_options")
     except BackendError as error:  # its kind is of what goes wrong in an engine; nothing has started
         raise ConfigError(str(error)) from error
     return _read_policy(
@@ -309,14 +310,14 @@ def generate(
         ConfigError, DataError: before anything is generated, for what cannot be used.
     """
     file = _check_output(output)
-    policy = read_policy(
-        model,
-        backend=backend,
-        backend_options=backend_options,
-        chat_template=chat_template,
-        system_prompt=system_prompt,
-    )
-    with temporary_inputs() as inputs:
+    with naming_arguments(), temporary_inputs() as inputs:
+        policy = read_policy(
+            model,
+            backend=backend,
+            backend_options=backend_options,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+        )
         path = inputs.name_rows(data, "data", label="data", text_column="prompt")
         rows, prompts = read_prompts(policy, path, prompt_field=prompt_field, answer_field=answer_field)
         new_tokens = policy.choose_new_tokens(max_new_tokens, prompts)

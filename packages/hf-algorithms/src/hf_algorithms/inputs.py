@@ -86,11 +86,20 @@ class RunInputs(ModelInputs):
             if isinstance(data.rows, Rows):
                 key = data.source.partition(" = ")[0]
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
+                if any(each.columns.kind == "preferences" for each in data.rows.files):
+                    lines.append(f"{key}: responses of pairs are not read; `hybridflow dpo` trains on them")
             if isinstance(data, TextBlocks):
                 lines.append(data.describe())
             else:
                 lines += filter(None, [data.describe_unanswered(), data.describe_too_long()])
         return list(dict.fromkeys(lines))
+
+    def describe_draws(self, config: Config) -> list[str]:
+        """A line where an iteration needs more prompts than there are rows."""
+        rows, batch = len(self.train), config.rollout.batch_size
+        if rows >= batch:
+            return []
+        return [f"data.train: {rows} rows: an iteration of rollout.batch_size = {batch} draws rows more than once"]
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from hf_algorithms.data_commands import read_values
+from hf_algorithms.value_names import naming_flags
 
 if TYPE_CHECKING:
     from hf_algorithms.model_evaluation import EvaluationResult
@@ -22,7 +23,7 @@ _DRAWING = (
     click.option("--backend", metavar="NAME", help="Rollout backend: the run's, else transformers."),
     click.option(
         "--option",
-        "options",
+        "backend_options",
         multiple=True,
         metavar="NAME=VALUE",
         help="A key of rollout.options and its value; repeatable.",
@@ -67,7 +68,7 @@ def _drawing(command: Command) -> Command:
 @click.option("--data", required=True, metavar="FILE", help="Prompts, in any format that training reads.")
 @click.option("--output", required=True, metavar="FILE", help="JSONL; must not exist.")
 @_drawing
-def generate(model: str, data: str, output: str, options: tuple[str, ...], **how: Any) -> None:
+def generate(model: str, data: str, output: str, backend_options: tuple[str, ...], **how: Any) -> None:
     """Write responses of MODEL to every row of a file.
 
     MODEL is a directory, a hub name or a run. Each line of the output has the row's columns, its prompt, and its
@@ -76,9 +77,15 @@ def generate(model: str, data: str, output: str, options: tuple[str, ...], **how
     from hf_algorithms import generation
 
     progress = _Progress()
-    result = generation.generate(
-        model, data=data, output=output, backend_options=_read_options(options), on_progress=progress.show, **how
-    )
+    with naming_flags():
+        result = generation.generate(
+            model,
+            data=data,
+            output=output,
+            backend_options=_read_options(backend_options),
+            on_progress=progress.show,
+            **how,
+        )
     progress.clear()
     click.echo(
         f"{result.rows:,} rows, {result.responses:,} responses of {result.tokens / result.responses:.1f} tokens, "
@@ -110,7 +117,7 @@ def evaluate(
     data: tuple[str, ...],
     metrics: tuple[str, ...],
     as_json: bool,
-    options: tuple[str, ...],
+    backend_options: tuple[str, ...],
     **how: Any,
 ) -> None:
     """Score responses of a model to named sets of rows, with intervals; with --samples also avg@K and pass@K."""
@@ -119,15 +126,16 @@ def evaluate(
     from hf_algorithms import model_evaluation
 
     progress = _Progress()
-    result = model_evaluation.evaluate(
-        model,
-        data=data,
-        metrics=metrics,
-        backend_options=_read_options(options),
-        search_path=(os.getcwd(),),
-        on_progress=lambda name, done, total: progress.show(done, total, name),
-        **how,
-    )
+    with naming_flags():
+        result = model_evaluation.evaluate(
+            model,
+            data=data,
+            metrics=metrics,
+            backend_options=_read_options(backend_options),
+            search_path=(os.getcwd(),),
+            on_progress=lambda name, done, total: progress.show(done, total, name),
+            **how,
+        )
     progress.clear()
     for each in result.sets.values():
         for note in each.list_notes():
@@ -144,7 +152,8 @@ def export(model: str, output: str, iteration: int | None, merge: bool) -> None:
     """Copy a model in Hugging Face format to a directory that from_pretrained loads."""
     from hf_algorithms import exporting
 
-    click.echo(exporting.export(model, output=output, iteration=iteration, merge=merge))
+    with naming_flags():
+        click.echo(exporting.export(model, output=output, iteration=iteration, merge=merge))
 
 
 class _Progress:

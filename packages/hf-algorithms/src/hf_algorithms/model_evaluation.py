@@ -18,6 +18,7 @@ from hf_algorithms.generation import NO_OPTIONS, Policy, read_policy, read_promp
 from hf_algorithms.python_inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.rewards import check_metric
+from hf_algorithms.value_names import naming_arguments
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
@@ -118,10 +119,9 @@ def evaluate(
         RewardError: if a metric function fails, or scores no row of a set.
     """
     folder = None if output is None else _check_folder(output)
-    with ExitStack() as stack, temporary_inputs() as inputs:
+    with naming_arguments(), ExitStack() as stack, temporary_inputs() as inputs:
         how: dict[str, str | None] = {"chat_template": chat_template, "system_prompt": system_prompt}
         policy = read_policy(model, backend=backend, backend_options=backend_options, **how)
-        folders = (*search_path, *policy.source.search_path)
         functions = _name_functions(inputs.name_metrics(metrics), policy.config)
         paths = _name_sets(inputs.name_sets(data), policy.config)
         fields = {"prompt_field": prompt_field, "answer_field": answer_field}
@@ -136,7 +136,7 @@ def evaluate(
             stop_strings=policy.stop_strings,
         )
         policy.check_room(sampling, *sets.values())
-        built = _build_scorer(policy, functions, sets, answer_field, folders, stays=inputs.holds_functions)
+        built = _build_scorer(policy, functions, sets, answer_field, search_path, stays=inputs.holds_functions)
         scorer = stack.enter_context(closing(built))
         found = _score_sets(policy, sets, sampling, scorer, partial(_keeping, folder, on_progress))
     result = EvaluationResult(model=os.fspath(model), sets=found, output=folder)
@@ -180,13 +180,13 @@ def _build_scorer(
     stays: bool,
 ) -> ResponseScorer:
     """Checks the functions with the rows that they will score; some may have to stay in this process."""
-    config = policy.config
+    config, search_path = policy.config, (*search_path, *policy.source.search_path)
     name = answer_field or (config.data.answer_field if config is not None else None) or "answer"
     hosts = () if config is None else config.reward.allowed_hosts
     for function in functions.values():
         for prompts in sets.values():
             check_metric(
-                "metric",
+                "metrics",
                 function,
                 prompts.rows,
                 source=prompts.source,
@@ -208,7 +208,7 @@ def _name_functions(given: Mapping[str, str] | Sequence[str], config: Config | N
     """The functions by the names of their metrics; without any, the run's own."""
     if isinstance(given, Mapping) and given:
         return {check_name(name, "metrics"): function for name, function in given.items()}
-    return name_metrics(list(given) or _find_metric(config), key="metric")
+    return name_metrics(list(given) or _find_metric(config), key="metrics")
 
 
 def _find_metric(config: Config | None) -> list[str]:
@@ -228,7 +228,7 @@ def _name_sets(data: Data | None, config: Config | None) -> dict[str, str]:
     if not given and "test" in own:
         given = [("test", own["test"])]
     if not given:
-        raise ConfigError("data: no set is named. Name a file, or NAME=FILE")
+        raise ConfigError("data is missing. Name a file, or NAME=FILE")
     sets: dict[str, str] = {}
     for name, path in given:
         if name in sets:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import builtins
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.python_inputs import InputFolder
+from hf_algorithms.value_names import naming_parameters
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.toml import read_toml
@@ -66,7 +67,8 @@ def train(
             `validation` and `test`. Rows are written to `OUTPUT.inputs`.
         reward: a function, or its name as `module:function`, `file.py:function` or a URL; or a list of these. A
             function that cannot be pickled runs in this process, without a deadline.
-        algorithm: name that `hybridflow algorithms` lists, `file.py:RECIPE`, or the keys of `[algorithm]`.
+        algorithm: name that `hybridflow algorithms` lists, `file.py:RECIPE`, or the keys of `[algorithm]`; left out:
+            that of `config`, else `ppo`.
         config: a TOML file or its sections; the arguments above come before it.
         set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they come last.
         output_dir: `run.output_dir`; by default a new folder in `runs`.
@@ -174,6 +176,15 @@ class _Given:
         _check("set", self.changes, Mapping, "a mapping of section.key to values")
         _check("resume", self.resume, (str, os.PathLike), "the directory of a run")
 
+    def refuse_missing(self, body: Mapping[str, Any]) -> None:
+        """Refuses sections without rows or a model, by the arguments that pass them."""
+        data, model = body.get("data", {}), body.get("model", {})
+        where = "" if self.config is None else ", or set {} in config"
+        if self.dataset is None and "train" not in data:
+            raise ConfigError(f"dataset is missing. Pass rows or a path{where.format('data.train')}")
+        if not ("path" in model or "tokenizer" in model):
+            raise ConfigError(f"model is missing. Pass a directory or a hub name{where.format('model.path')}")
+
     def search_path(self) -> tuple[str, ...]:
         """Folders where a user's own modules are."""
         is_file = isinstance(self.config, str | os.PathLike)
@@ -212,12 +223,13 @@ class _Given:
         return dict(self.model) if isinstance(self.model, Mapping) else {"path": os.fspath(self.model)}
 
 
-def _check(name: str, value: object, kinds: type | tuple[type, ...], wanted: str) -> None:
+def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
         shown = " ".join(show(value).split())  # a model is shown in many lines
         raise ConfigError(f"{name} = {shown}: is not {wanted}")
 
 
+@naming_parameters()
 def _run(
     command: str,
     given: _Given,
@@ -230,10 +242,12 @@ def _run(
     from hf_algorithms.config import parse_config
     from hf_algorithms.run_directory import RunDirectory
 
+    _check("on_metrics", on_metrics, Callable, "a function of an iteration and its metrics")
     if given.resume is not None:
         return _resume(command, given.resume, given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
     _check("output_dir", output_dir, (str, os.PathLike), "a path")
     body = given.sections(command)
+    given.refuse_missing(body)
     run = body.setdefault("run", {})
     if output_dir is not None:
         run["output_dir"] = os.fspath(output_dir)

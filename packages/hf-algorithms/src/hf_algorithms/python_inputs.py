@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from hf_algorithms.users_code import pickle_with_module
+from hf_algorithms.value_names import rewording
 from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught
@@ -109,10 +110,12 @@ class InputFolder:
         if isinstance(reward, str) or callable(reward):
             name, holds = self._name_function(reward, "reward", kind="reward", is_in_process=is_in_process)
             return {"function": name} | ({"processes": 0} if holds else {})
+        given = reward
         if isinstance(reward, Sequence):
             reward = _name_each(reward)
         if not isinstance(reward, Mapping) or not reward:
-            raise ConfigError(f"reward = {show(reward)}: is not a function. Pass one, its name, or a list of these")
+            what = "is empty" if reward in ({}, []) else "is not a function"
+            raise ConfigError(f"reward = {show(given)}: {what}. Pass a function, its name, or a list of these")
         named = {
             key: self._name_function(each, key, kind="reward", is_in_process=is_in_process)
             for key, each in reward.items()
@@ -233,11 +236,13 @@ def check_name(name: str, label: str) -> str:
 
 @contextmanager
 def temporary_inputs() -> Iterator[InputFolder]:
-    """Yields a folder that goes with its inputs when the block ends."""
+    """Yields a folder that goes with its inputs when the block ends; errors name what was passed, not its files."""
     with TemporaryDirectory(prefix="hybridflow-") as folder:
         inputs = InputFolder(Path(folder))
+        file = re.compile(rf"{re.escape(folder)}/(?:passed_)?([\w.-]+)\.\w+(:function)?")
         try:
-            yield inputs
+            with rewording(lambda text: file.sub(r"\1", text)):
+                yield inputs
         finally:
             inputs.close(is_used=True)
 

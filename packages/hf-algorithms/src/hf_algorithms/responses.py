@@ -164,7 +164,7 @@ def name_metrics(functions: Sequence[str], *, key: str) -> dict[str, str]:
     from hf_algorithms.config import FunctionConfig
 
     if not functions:
-        raise ConfigError(f"{key}: no metric is named. Name a function, such as exact_match")
+        raise ConfigError(f"{key} is missing. Name a function, such as exact_match")
     names: dict[str, str] = {}
     for function in functions:
         name = FunctionConfig.of(function).name

@@ -95,9 +95,8 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
         with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
             for note in (*describe_generic_shapes(inputs.models), *describe_merging(config, inputs.models)):
                 display.note(note)
-            for line in describe_logs(config, search_path=search_path):
-                display.note(line)
-            for line in inputs.describe_data():
+            logs = describe_logs(config, search_path=search_path)
+            for line in (*logs, *inputs.describe_data(), *inputs.describe_draws(config)):
                 display.note(line)
             limit = config.rollout.max_new_tokens
             if isinstance(data := inputs.pretraining, PromptDataset) and (cut := data.count_cut_answers(limit)):

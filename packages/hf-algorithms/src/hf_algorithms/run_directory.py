@@ -77,9 +77,11 @@ class RunDirectory:
             )
         self._resumes = resume
         if is_used and not resume and not (overwrite and is_ours):
+            label = f"run.output_dir={str(self.path)!r}"
+            if not is_ours:
+                raise ConfigError(f"{label} is not empty and not the directory of a run: choose another directory")
             raise ConfigError(
-                f"run.output_dir={str(self.path)!r} is not empty: choose another directory, or --overwrite to "
-                "replace an earlier run"
+                f"{label} is not empty: choose another directory, or --overwrite to replace an earlier run"
             )
         self._has_begun = False
         self._lock: RunLock | None = None

@@ -38,7 +38,7 @@ def load_evaluation_rows(config: Config) -> dict[str, Rows]:
         DataError: for a file that cannot be read, or a line of it.
     """
     found: dict[str, Rows] = {}
-    for each in config.evaluation:
+    for number, each in enumerate(config.evaluation):
         try:
             rows = open_rows(
                 [(each.data, None)], prompt_field=config.data.prompt_field, answer_field=config.data.answer_field
@@ -46,7 +46,7 @@ def load_evaluation_rows(config: Config) -> dict[str, Rows]:
             for _ in rows:
                 pass
         except DataError as error:
-            raise DataError(f"data of [[evaluation]] {show(each.name)}: {error}") from error
+            raise DataError(f"evaluation[{number}].data: {error}") from error
         found[each.name] = rows
     return found
 
@@ -57,14 +57,14 @@ def check_evaluations(config: Config, rows: Mapping[str, Rows], *, search_path: 
     Raises:
         ConfigError, DataError: for a function or an answer that cannot be used.
     """
-    for each in config.evaluation:
-        key = f"metrics of [[evaluation]] {show(each.name)}"
+    for number, each in enumerate(config.evaluation):
+        key = f"evaluation[{number}].metrics"
         for function in name_metrics(_list_functions(config, each), key=key).values():
             check_metric(
                 key,
                 function,
                 rows[each.name],
-                source=_describe(each),
+                source=_describe(number, each),
                 answer_name=config.data.answer_field or "answer",
                 allowed_hosts=config.reward.allowed_hosts,
                 search_path=search_path,
@@ -79,11 +79,12 @@ def tokenize_evaluations(config: Config, rows: Mapping[str, Rows], inputs: Model
         ConfigError: for a prompt that leaves no room for a response.
     """
     found = []
-    for each in config.evaluation:
-        data = PromptDataset(rows[each.name], inputs.model.tokenizer, turns=inputs.turns, source=_describe(each))
+    for number, each in enumerate(config.evaluation):
+        source = _describe(number, each)
+        data = PromptDataset(rows[each.name], inputs.model.tokenizer, turns=inputs.turns, source=source)
         own = each.max_new_tokens is not None
         limit = config.rollout.max_new_tokens if each.max_new_tokens is None else each.max_new_tokens
-        key = f"max_new_tokens of [[evaluation]] {show(each.name)}" if own else "rollout.max_new_tokens"
+        key = f"evaluation[{number}].max_new_tokens" if own else "rollout.max_new_tokens"
         check_room(data, context=inputs.model.shape.max_positions, max_new_tokens=limit, key=key)
         found.append(EvaluationInputs(config=each, data=data, max_new_tokens=limit))
     return tuple(found)
@@ -165,5 +166,5 @@ def _list_functions(config: Config, evaluation: EvaluationConfig) -> Sequence[st
     return evaluation.metrics or [config.reward.metric]
 
 
-def _describe(evaluation: EvaluationConfig) -> str:
-    return f"data of [[evaluation]] {show(evaluation.name)} = {show(evaluation.data)}"
+def _describe(number: int, evaluation: EvaluationConfig) -> str:
+    return f"evaluation[{number}].data = {show(evaluation.data)}"

@@ -29,7 +29,7 @@ def check_inputs(config: Config, directory: RunDirectory) -> None:
     sources = data.sources_of("train")
     paths |= {"data.train" if len(sources) == 1 else f"data.train, {path}": path for path, _ in sources}
     paths |= {f"{section}.model.path": path for section, path in config.scorer_paths.items()}
-    paths |= {f"data of [[evaluation]] {each.name!r}": each.data for each in config.evaluation}
+    paths |= {f"evaluation[{number}].data": each.data for number, each in enumerate(config.evaluation)}
     paths |= {f"roles.{name}.path": role.path for name, role in config.roles.items()}
     directory.check_inputs({**paths, "model.path": model.path, "model.tokenizer": model.tokenizer})
 

@@ -26,6 +26,7 @@ _OWN = (
 )  # fmt: skip
 """Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
+_FROM_BEGINNING = "starts again: nothing is committed"
 
 
 def versions() -> dict[str, str]:
@@ -86,7 +87,9 @@ class RunSummary:
             where, iteration = self._describe_start(), self._body["iterations"] + 1
             restart = None if error is None else self._restarts.decide(error, iteration, where)
             run = shlex.quote(str(self._directory.path))
-            self._note(restart or f"hybridflow {self._command} --resume {run} {where}")
+            line = f"hybridflow {self._command} --resume {run}"
+            again = f"nothing is committed: {line} would start again"
+            self._note(restart or (again if where == _FROM_BEGINNING else f"{line} {where}"))
         self._finish_trace()
         try:
             self.write()
@@ -148,7 +151,7 @@ class RunSummary:
         last = self._body.get("last_commit")
         if last is None and find_commits(self._directory.path / WARM_START):
             return "goes on in its warm start"
-        return "starts again: nothing is committed" if last is None else f"goes on after iteration {last}"
+        return _FROM_BEGINNING if last is None else f"goes on after iteration {last}"
 
     def _finish_trace(self) -> None:
         try:

@@ -47,7 +47,14 @@ __all__ = [
 
 
 class HybridFlowError(Exception):
-    """Root of the tree: catches every error that HybridFlow raises on purpose."""
+    """Root of the tree: catches every error that HybridFlow raises on purpose.
+
+    A notebook shows its message and notes without a traceback; `traceback.print_exception(error)` prints one.
+    """
+
+    def _render_traceback_(self) -> list[str]:
+        """Returns what IPython shows of an error that ends a cell."""
+        return [f"{type(self).__name__}: {self}", *getattr(self, "__notes__", ())]
 
 
 class ConfigError(HybridFlowError, ValueError):

@@ -200,7 +200,10 @@ def load_plan(path: Path, what: str = "the plan") -> MappingPlan:
     try:
         return MappingPlan.from_json(text)
     except PlanError as error:
-        raise PlanError(f"{what} {path}: {error}") from None
+        reason, remedy = str(error).removesuffix(f". {_REMEDY}"), _REMEDY
+        if reason.startswith(_NO_PLAN):
+            reason, remedy = f"is {reason}", "Write one with `hybridflow plan CONFIG --json`"
+        raise PlanError(f"{what} {path}: {reason}. {remedy}") from None
 
 
 _REMEDY = "Regenerate the plan"

@@ -146,7 +146,7 @@ def open_resumption(
     config = parse_config(body, search_path=search_path, command=command)
     _check_changes(before, config, allowed)
     if changed := origin.find_changed():
-        raise ConfigError("\n".join([*changed, f"--resume {run}: restore these files, or start another run"]))
+        raise ConfigError(f"--resume {run}: {'; '.join(changed)}. Restore these files, or start another run")
     return _find_start(config, directory, search_path)
 
 

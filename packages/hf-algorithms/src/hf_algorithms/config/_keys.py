@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from pydantic import BaseModel
 
@@ -14,7 +14,7 @@ from hf_algorithms.recipes import RECIPES, Recipe, SupervisedRecipe
 from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
 
-__all__ = ["config_keys", "hint", "list_unknown"]
+__all__ = ["config_keys", "hint", "hint_nested", "list_unknown"]
 
 _MOST_HINTS = 3
 
@@ -42,6 +42,30 @@ def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
 def list_unknown(body: Mapping[str, Any], known_keys: Sequence[str]) -> list[tuple[str, str]]:
     """Returns the table of each unknown key, such as `evaluation[0].`, and its name."""
     return [(place, name) for place, name in _flatten(body) if f"{_section_of(place)}{name}" not in known_keys]
+
+
+def hint_nested(place: Sequence[str | int]) -> str:
+    """Suggests a similar key of a table inside a section, such as `[model.lora]`, or lists its keys.
+
+    Args:
+        place: of the unknown key, as pydantic has it: names, and numbers of items.
+    """
+    *tables, name = place
+    model = _find_model(Config)
+    for each in tables:
+        field = model.model_fields.get(each) if model is not None and isinstance(each, str) else None
+        model = model if isinstance(each, int) else _find_model(field.annotation) if field is not None else None
+    if model is None:
+        return ""
+    near = find_similar(str(name), model.model_fields)
+    return f": did you mean {show(near[0])}?" if near else f". Its table has {', '.join(model.model_fields)}"
+
+
+def _find_model(annotation: Any) -> type[BaseModel] | None:
+    """The section in the type of a field, such as that of `tuple[FunctionConfig, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next(filter(None, map(_find_model, get_args(annotation))), None)
 
 
 def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

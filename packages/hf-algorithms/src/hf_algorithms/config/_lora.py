@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hf_algorithms.config._section import Positive, Section
 
@@ -27,6 +27,13 @@ class LoraConfig(Section):
     """Ends of the names of linear layers, such as `["q_proj", "v_proj"]`; left out: all but the output layer."""
     save_merged: bool = False
     """Writes the whole model as well, to `model/merged/`."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _refuse_one_name(cls, value: object) -> object:
+        if value == "all-linear":
+            raise ValueError("is what an absent key means. Remove the key")
+        return value
 
     def for_engine(self) -> EngineLora:
         """The adapters as a training backend takes them."""

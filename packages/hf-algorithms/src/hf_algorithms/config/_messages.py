@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -51,8 +52,9 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
         return f"{_MISSING.get(key, key)} is missing. Set it in the configuration"
     if kind == "extra_forbidden":
         return f"unknown key {show(key)}"
-    if kind == "value_error" and problem["input"] and isinstance(problem["input"], list | tuple):
-        return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+    if kind == "value_error" and problem["input"] and isinstance(problem["input"], list | tuple | dict):
+        rule = problem["msg"].removeprefix("Value error, ")
+        return f"{key}.{rule}" if re.match(r"\w+ = ", rule) else f"{key}: {rule}"
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
     value = problem["input"]

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import ValidationError, create_model
 
 from hf_algorithms.config._evaluation import find_idle_rollout, find_wrong_sets, refuse_evaluation
-from hf_algorithms.config._keys import config_keys, hint, list_unknown
+from hf_algorithms.config._keys import config_keys, hint, hint_nested, list_unknown
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config
@@ -78,7 +78,10 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     try:
         config = _model_of(recipe.config).model_validate({"algorithm": {}, **body})
     except ValidationError as error:
-        raise ConfigError("\n".join(map(describe_problem, error.errors()))) from None
+        problems = error.errors()
+        hints = [hint_nested(each["loc"]) if each["type"] == "extra_forbidden" else "" for each in problems]
+        lines = [describe_problem(each) + further for each, further in zip(problems, hints, strict=True)]
+        raise ConfigError("\n".join(lines)) from None
     if config.algorithm.name not in RECIPES or config.algorithm.recipe is not None:
         config._own_recipe = recipe
     _check_meaning(config)
@@ -314,6 +317,8 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         key, equals, text = override.partition("=")
         shown = show(hide_secrets(override))
+        if equals and key.strip() == "evaluation":
+            raise ConfigError(f"--set {shown}: is a list of tables. Write them as [[evaluation]] in the file")
         if not (equals and "." in key.strip(". ")):
             raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
         try:

@@ -59,7 +59,9 @@ class _ScoringConfig(Section):
     """Keys that `[reward]` and `[cost]` share."""
 
     functions: tuple[FunctionConfig, ...] = Field(default=(), strict=False)
-    """Several functions, each a table `[[reward.functions]]`: their weighted sum counts. In place of `function`."""
+    """Several functions, each a table `[[reward.functions]]` or `[[cost.functions]]`: their weighted sum counts. In
+    place of `function`.
+    """
     processes: Annotated[int, Field(ge=0, le=1 << 10)] | None = None
     """Processes that call functions; left out: as many as the machine has cores. 0: functions run in the worker itself,
     for debuggers, and have no deadline.

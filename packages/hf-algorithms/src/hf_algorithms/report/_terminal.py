@@ -86,7 +86,7 @@ def _draw_curves(run: LiveRun, width: int, ascii_only: bool) -> list[Text]:
             continue
         spark = "" if ascii_only else draw_sparkline(_squeeze([value for _, value in means or points], room))
         numbers = f"{format_number(points[0][1])} -> {format_number(points[-1][1])}"
-        line = Text(set_cell_size(f"  {_clean(format_title(metric))}", _TITLE_WIDTH))
+        line = Text(set_cell_size(f"  {_clean(format_title(metric))}", _TITLE_WIDTH - 1) + " ")
         lines.append(line.append(set_cell_size(numbers, _NUMBERS_WIDTH), "bold").append(spark, "green"))
     return lines if len(lines) > 1 else [*lines, Text("  no values yet", "dim")]
 
@@ -132,7 +132,7 @@ def _draw_phases(run: LiveRun, width: int, ascii_only: bool) -> list[Text]:
     lines = [_heading(f"Phases of iteration {run.iteration:,}, {format_duration(total)}")]
     for phase, value in sorted(phases.items(), key=lambda item: -item[1])[:_MOST_PHASES]:
         share = min(max(value / total, 0.0), 1.0)
-        line = Text(set_cell_size(f"  {_clean(phase)}", _TITLE_WIDTH))
+        line = Text(set_cell_size(f"  {_clean(phase)}", _TITLE_WIDTH - 1) + " ")
         line.append(set_cell_size(f"{format_duration(value)}, {share:.0%}", _NUMBERS_WIDTH), "bold")
         lines.append(line.append(block * round(room * share), "blue"))
     return lines

@@ -79,6 +79,12 @@ class _Named:
     def label(self) -> str:
         return f"{self.key} = {show(hide_secrets(self.function))}"
 
+    @property
+    def style_key(self) -> str | None:
+        """The user's name of its style; None for a metric, whose convention its parameters alone show."""
+        section, _, name = self.key.partition(".")
+        return f"style of [[{section}.functions]]" if name.startswith("function") else None
+
 
 @dataclass(frozen=True)
 class _Checked:
@@ -264,7 +270,7 @@ def _check_function(named: _Named, function: Callable[..., Any]) -> Binding:
     if isinstance(function, type):
         raise ConfigError(f"{what} is a class. Name a function, or an instance with a method __call__")
     _refuse_generators(what, function)
-    return bind_function(what, function, named.style)
+    return bind_function(what, function, named.style, style_key=named.style_key)
 
 
 def _check_parameters(named: _Named, binding: Binding, answer_name: str, rows: Mapping[str, Sequence[Row]]) -> None:
@@ -272,11 +278,12 @@ def _check_parameters(named: _Named, binding: Binding, answer_name: str, rows: M
     if not binding.find_unknown({answer_name}):  # most functions name no column: no row is read
         return
     columns = {name for part in rows.values() for row in part for name in row.columns}
+    style = named.style_key
     if unknown := binding.find_unknown({*columns, answer_name}):
         raise ConfigError(
             f"{named.label} has the parameter {unknown[0]}, which nothing fills: the convention "
-            f"{binding.style} does not offer it, and the data {_describe_columns(columns)}. Remove it, make it a "
-            "column of the data, or set style of [[reward.functions]]"
+            f"{binding.style} does not offer it, and the data {_describe_columns(columns)}. Remove it, "
+            + (f"make it a column of the data, or set {style}" if style else "or make it a column of the data")
         )
 
 

@@ -13,6 +13,7 @@ from hf_protocols.errors import ConfigError
 
 __all__ = ["ANSWER_NAMES", "CONVENTIONS", "Binding", "Convention", "Style", "bind_function"]
 
+_STYLE_KEY = "style of [[reward.functions]]"
 Style = Literal["auto", "hybridflow", "trl", "verl", "openrlhf", "verifiers"]
 
 ANSWER_NAMES = frozenset(
@@ -110,13 +111,16 @@ class Binding:
         return sorted((self.needed & {answer_name, *ANSWER_NAMES}) - self.convention.names)
 
 
-def bind_function(what: str, function: Callable[..., Any], style: Style = "auto") -> Binding:
+def bind_function(
+    what: str, function: Callable[..., Any], style: Style = "auto", *, style_key: str | None = _STYLE_KEY
+) -> Binding:
     """Reads off a function's parameters how it is called. By its signature only: it does not run.
 
     Args:
         what: names the function in messages: key and value of the configuration.
         function: a user's.
         style: a convention by name; `auto`: the one that the parameters show.
+        style_key: the user's name of the style in messages; None: the function has none.
 
     Raises:
         ConfigError: for parameters of two conventions, or of none.
@@ -128,7 +132,7 @@ def bind_function(what: str, function: Callable[..., Any], style: Style = "auto"
     parameters = signature.parameters.values()
     given = [each.name for each in parameters if each.kind in _NAMED]
     if style == "auto":
-        style = _detect(what, signature, given)
+        style = _detect(what, signature, given, style_key)
     convention = CONVENTIONS[style]
     needed = frozenset(each.name for each in parameters if each.kind in _NAMED and each.default is each.empty)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
@@ -140,7 +144,7 @@ def bind_function(what: str, function: Callable[..., Any], style: Style = "auto"
     except TypeError as error:
         raise ConfigError(
             f"{what} cannot be called: its arguments are {signature}, {error}. Write it as "
-            f"def f({', '.join(convention.positional)}), or set style of [[reward.functions]]"
+            f"def f({', '.join(convention.positional)}){f', or set {style_key}' if style_key else ''}"
         ) from None
     return Binding(style, None)
 
@@ -156,13 +160,11 @@ def _signature(function: Any) -> inspect.Signature:
     return _signature(wrapped) if passes_on and wrapped is not None else signature
 
 
-def _detect(what: str, signature: inspect.Signature, given: Sequence[str]) -> Style:
+def _detect(what: str, signature: inspect.Signature, given: Sequence[str], style_key: str | None) -> Style:
     found: list[Any] = [name for name, each in CONVENTIONS.items() if each.named_by in given]
     if len(found) > 1:
         shown = " and ".join(f"{CONVENTIONS[name].named_by} ({name})" for name in found)
-        raise ConfigError(
-            f"{what} has parameters with names of two conventions, {shown}: {signature}. "
-            f"Set style of [[reward.functions]] to {' or '.join(map(show, found))}"
-        )
+        remedy = f"Set {style_key} to {' or '.join(map(show, found))}" if style_key else "Rename one of the two"
+        raise ConfigError(f"{what} has parameters with names of two conventions, {shown}: {signature}. {remedy}")
     style: Style = found[0] if found else "hybridflow"
     return style

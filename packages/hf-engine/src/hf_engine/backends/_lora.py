@@ -65,11 +65,12 @@ def find_targets(model: Any, lora: LoraConfig) -> list[str]:
     for target, names in found.items():
         if not names:
             ends = list(dict.fromkeys(name.rpartition(".")[2] for name in linear))
-            near = find_similar(target.rpartition(".")[2], ends) or ends
-            raise BackendError(
-                f"targets={show(list(lora.targets))}: no linear layer of this {type(model).__name__} is named "
-                f"{show(target)}. The nearest are {', '.join(near[:_MOST_NAMED])}"
-            )
+            given = f"targets={show(list(lora.targets))}"
+            if _ends_with(head, target):
+                raise BackendError(f"{given}: {show(target)} is the output layer, which gets no adapter. Leave it out")
+            near = find_similar(target.rpartition(".")[2], ends, most=_MOST_NAMED)
+            hint = f"Did you mean {' or '.join(near)}?" if near else f"The layers are {', '.join(ends)}"
+            raise BackendError(f"{given}: no linear layer of the model is named {show(target)}. {hint}")
     return [name for name in linear if any(name in names for names in found.values())]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from hf_protocols.arguments import check_name, show
 from hf_protocols.errors import BackendError, BackendUnavailableError
+from hf_protocols.similar_names import find_similar
 
 if TYPE_CHECKING:
     from hf_engine.backends._base import RolloutBackend, TrainBackend
@@ -58,8 +59,10 @@ def _installed(group: str) -> dict[str, list[EntryPoint]]:
 def _load(group: str, name: str) -> type:
     installed = _installed(group)
     if name not in installed:
-        known = ", ".join(installed) or "none"
-        raise BackendError(f"no backend named {show(name)} in {group}; installed: {known}")
+        near = find_similar(name, installed)
+        hint = f"Did you mean {show(near[0])}?" if near else f"Installed are {', '.join(installed) or 'none'}"
+        kind = "training" if group == _TRAIN else "rollout"
+        raise BackendError(f"no {kind} backend is named {show(name)}. {hint}")
     claims = installed[name]
     if len(claims) > 1:
         owners = ", ".join(f"{claim.value} of {_distribution(claim)}" for claim in claims)
