@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
+from hf_engine.backends._fsdp_model import gather_on_first
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
 from hf_protocols import ParallelSpec, Topology
@@ -116,5 +117,6 @@ def gradient_in(model, dtype, micro_batch_tokens):
     config = TrainConfig(learning_rate=1e-9, max_grad_norm=float("inf"), dtype=dtype, betas=(0.5, 0.5))
     backend = build(model, replace(config, micro_batch_tokens=micro_batch_tokens))
     backend.train_step(local_rows(6), negative_logprobs, 10.0)
-    states = backend._optimizer.adamw.state
-    return {name: states[p]["exp_avg"].full_tensor() / 0.5 for name, p in backend._parameters.items()}
+    shards = {name: backend._optimizer.moment(p, "exp_avg") / 0.5 for name, p in backend._parameters.items()}
+    ranks, device = range(dist.get_world_size()), torch.device("cpu")
+    return gather_on_first(backend._layout, shards, ranks, dist.group.WORLD, device)

@@ -7,11 +7,12 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hf_engine.backends._optimizer import ShardedAdamW, local_shard
 from hf_engine.backends._stacked_experts import FileNames, layout_in_files, tensors_in_files
 from hf_engine.model_directory import VALUE_HEAD
 from hf_engine.resharding.boxes import Box
@@ -19,10 +20,7 @@ from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.state.parts import MOMENTS, WEIGHTS, FillPiece, StateParts, StoredPiece
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from hf_engine.backends._base import Head, TrainConfig
-    from hf_engine.backends._optimizer import ShardedAdamW
     from hf_protocols.topology import Topology
 
 __all__ = ["FsdpState", "StateFacts", "describe_layout", "describe_optimizer", "digest_base"]
@@ -109,17 +107,17 @@ class FsdpState(StateParts):
     def _views(self, kind: str) -> Iterator[tuple[str, Box, torch.Tensor]]:
         boxes = self._own_layout.boxes_of(dist.get_rank())
         first_rows = {name: box.offset[0] for name, (box,) in boxes.items()}
-        tensors = {name: _local(self._tensor(kind, parameter)) for name, parameter in self._parameters.items()}
+        tensors = {name: self._shard(kind, parameter) for name, parameter in self._parameters.items()}
         held = self._layout.boxes_of(dist.get_rank())
         for name, view in tensors_in_files(self._file_names, tensors, first_rows).items():
             (box,) = held[name]
             yield self._stored(name), box, view
 
-    def _tensor(self, kind: str, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def _shard(self, kind: str, parameter: torch.nn.Parameter) -> torch.Tensor:
         if kind == WEIGHTS:
-            return parameter.detach()
+            return local_shard(parameter)
         assert self._optimizer is not None, "or there were no moments"
-        return cast("torch.Tensor", self._optimizer.adamw.state[parameter][kind])
+        return self._optimizer.moment(parameter, kind)
 
     def _stored(self, name: str) -> str:
         return self._renamed.get(name, name)
@@ -168,7 +166,3 @@ def digest_base(
     dist.all_reduce(words, group=group)
     described = [[name, list(shapes[name]), word] for name, word in zip(held, words.tolist(), strict=True)]
     return hashlib.sha256(json.dumps(sorted(described)).encode()).hexdigest()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return cast("DTensor", tensor).to_local() if hasattr(tensor, "to_local") else tensor

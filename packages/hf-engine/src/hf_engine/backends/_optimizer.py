@@ -10,35 +10,39 @@ from torch.distributed.tensor import DTensor
 from hf_engine.backends._base import TrainConfig
 from hf_engine.backends._learning_rate import LearningRate
 
-__all__ = ["ShardedAdamW"]
+__all__ = ["ShardedAdamW", "local_shard"]
 
 
 class ShardedAdamW:
     """torch's AdamW on the parameters' shards, with the schedule and the clipping of a `TrainConfig`.
 
+    AdamW gets this rank's shards as plain tensors, which share the parameters' storages: on DTensors every step would
+    dispatch in Python for each tensor that it reads, which costs a small model more than the arithmetic.
+
     Args:
-        parameters: DTensor parameters, sharded over the data-parallel ranks; frozen ones are left out.
+        parameters: parameters, DTensors where they are sharded over ranks; frozen ones are left out.
         config: hyper-parameters.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], config: TrainConfig) -> None:
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._shards = {parameter: local_shard(parameter) for parameter in self._parameters}
         self._config = config
         self.learning_rate = LearningRate(config)
         self.steps = 0
         """Steps taken."""
         self.adamw = torch.optim.AdamW(
-            self._parameters,
+            self._shards.values(),
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        for parameter in self._parameters:
+        for shard in self._shards.values():
             # torch creates moments in its first step; here they can be saved and loaded before.
-            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[parameter] = {"step": torch.zeros((), device=parameter.device), **moments}
+            moments = {name: torch.zeros_like(shard) for name in ("exp_avg", "exp_avg_sq")}
+            self.adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
 
     @property
     def next_learning_rate(self) -> float:
@@ -57,27 +61,39 @@ class ShardedAdamW:
             torch._foreach_mul_(self.gradients(), self._config.max_grad_norm / (grad_norm + 1e-6))
         for group in self.adamw.param_groups:
             group["lr"] = self.next_learning_rate
+        for parameter, shard in self._shards.items():
+            shard.grad = None if parameter.grad is None else local_shard(parameter.grad)
         self.adamw.step()
         self.steps += 1
 
     def zero_grad(self) -> None:
         """Drops the gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter, shard in self._shards.items():
+            parameter.grad = shard.grad = None
 
     def continue_from(self, steps: int) -> None:
         """Counts on from a number of steps."""
         self.steps = steps
-        for parameter in self._parameters:
-            self.adamw.state[parameter]["step"].fill_(float(steps))
+        for shard in self._shards.values():
+            self.adamw.state[shard]["step"].fill_(float(steps))
+
+    def moment(self, parameter: torch.nn.Parameter, name: str) -> torch.Tensor:
+        """This rank's shard of a parameter's `exp_avg` or `exp_avg_sq`; the live one."""
+        moment: torch.Tensor = self.adamw.state[self._shards[parameter]][name]
+        return moment
 
     def moments(self) -> Iterator[torch.Tensor]:
         """This rank's shards of both moments of every parameter; the live ones."""
         for parameter in self._parameters:
             for name in ("exp_avg", "exp_avg_sq"):
-                moment = self.adamw.state[parameter][name]
-                yield moment.to_local() if isinstance(moment, DTensor) else moment
+                yield self.moment(parameter, name)
 
     def gradients(self) -> list[torch.Tensor]:
         """This rank's shards of the gradients; the live ones."""
-        grads = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+        return [local_shard(parameter.grad) for parameter in self._parameters if parameter.grad is not None]
+
+
+@torch.no_grad()
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, without its history; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

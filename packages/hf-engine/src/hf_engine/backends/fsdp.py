@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from hf_engine.agreement import together
 from hf_engine.backends._base import Head, LossFunction, TrainConfig
@@ -41,7 +40,7 @@ from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._loss import StepLoss
 from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
 from hf_engine.backends._offload import OffloadedMemory
-from hf_engine.backends._optimizer import ShardedAdamW
+from hf_engine.backends._optimizer import ShardedAdamW, local_shard
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
 from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
@@ -241,7 +240,7 @@ class FsdpBackend(TrainSteps):
         gc.collect()  # FSDP's hooks and modules refer to each other
 
     def _shards(self) -> dict[str, torch.Tensor]:
-        return {name: cast("DTensor", p.detach()).to_local() for name, p in self._parameters.items()}
+        return {name: local_shard(parameter) for name, parameter in self._parameters.items()}
 
     def _state_optimizer(self) -> ShardedAdamW | None:
         return self._optimizer
