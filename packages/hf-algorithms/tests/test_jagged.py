@@ -14,6 +14,27 @@ def test_padding_and_back_keeps_every_row() -> None:
     assert [row.tolist() for row in back.unbind()] == [[2, 4, 6], [8], [10, 12]]
 
 
+def test_padding_leaves_out_what_lies_between_rows() -> None:
+    """Of a narrowed column rows have holes between them, and the flat values begin before the first row."""
+    values = torch.arange(12)
+    column = torch.nested.nested_tensor_from_jagged(
+        values, torch.tensor([2, 5, 9, 12]), lengths=torch.tensor([2, 0, 3])
+    )
+    padded = pad_rows(column)
+    assert padded.tolist() == [[2, 3, 0], [0, 0, 0], [9, 10, 11]]
+    assert [row.tolist() for row in unpad_rows(padded + 1, column).unbind()] == [[3, 4], [], [10, 11, 12]]
+
+
+def test_padding_takes_tokens_of_several_numbers() -> None:
+    column = to_jagged([torch.ones(2, 3), torch.ones(1, 3)])
+    assert torch.equal(pad_rows(column), torch.tensor([[1.0, 1.0], [1.0, 0.0]])[..., None].expand(2, 2, 3))
+
+
+def test_rows_are_cut_to_the_width_of_what_is_unpadded() -> None:
+    like = to_jagged([torch.zeros(3, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)])
+    assert [row.tolist() for row in unpad_rows(torch.ones(2, 2), like).unbind()] == [[1, 1], [1]]
+
+
 def test_a_dense_column_is_left_alone() -> None:
     column = torch.arange(3)
     assert pad_rows(column) is column

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -18,12 +19,21 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
     """[B, T] with T the longest row; zeros (False) beyond a row's end. A dense column is returned as it is."""
     if not column.is_nested:
         return column
-    return torch.nn.utils.rnn.pad_sequence(list(column.unbind()), batch_first=True)
+    values, starts, lengths = _read_rows(column)
+    places = torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device)
+    mask = places < lengths[:, None]
+    padded = values.new_zeros(*mask.shape, *values.shape[1:])
+    padded[mask] = values[(starts[:, None] + places)[mask]]
+    return padded
 
 
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows of ``padded`` [B, T] cut to the lengths of the jagged column ``like``."""
-    return to_jagged([row[: len(shape)] for row, shape in zip(padded, like.unbind(), strict=True)])
+    lengths = _read_rows(like)[2].clamp(max=padded.shape[1])
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    values = padded[torch.arange(padded.shape[1], device=lengths.device) < lengths[:, None]]
+    jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return jagged
 
 
 def decode_text(column: torch.Tensor) -> list[str]:
@@ -34,3 +44,9 @@ def decode_text(column: torch.Tensor) -> list[str]:
 def encode_text(texts: Sequence[str]) -> torch.Tensor:
     """A jagged column of UTF-8 bytes, which `decode_text` reads."""
     return to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
+
+
+def _read_rows(column: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Flat values, and first value and length of every row: no tensor is made for each row."""
+    offsets, lengths = column.offsets(), column.lengths()
+    return column.values(), offsets[:-1], offsets.diff() if lengths is None else lengths
