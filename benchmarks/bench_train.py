@@ -147,15 +147,14 @@ def _plain_loop(model: str, batch: Any, num_tokens: float) -> Callable[[], tuple
     def step() -> tuple[float, float]:
         total = 0.0
         for each in micro_batches:
-            logits = plain(
+            hidden = plain.model(
                 input_ids=each.input_ids,
                 attention_mask=each.attention_mask,
                 position_ids=each.position_ids,
                 use_cache=False,
-                logits_to_keep=each.predicting_columns,
-            ).logits
-            nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2), each.response_ids, reduction="none")
-            loss = (nll * each.response_mask).sum()
+            ).last_hidden_state
+            logits = plain.lm_head(hidden.flatten(0, 1)[each.predicting_positions])
+            loss = torch.nn.functional.cross_entropy(logits, each.response_ids[each.response_mask], reduction="sum")
             (loss / num_tokens).backward()
             total += float(loss.detach())
         grad_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CONFIG.max_grad_norm)
