@@ -25,6 +25,7 @@ ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test
 TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
 FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py \
 	packages/hf-engine/tests/test_torchrun_failures.py
+LONG_BENCHMARKS := $(addprefix benchmarks/bench_,learning.py gsm8k.py end_to_end.py)
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
@@ -103,7 +104,7 @@ api: env ## show how the public API differs from docs/reference/api.txt
 	$(BIN)/python scripts/api_surface.py
 
 bench: env ## run every benchmark; results go to benchmarks/results; fails where one misses a target
-	@failed=; for file in $(filter-out benchmarks/bench_learning.py benchmarks/bench_gsm8k.py,$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
+	@failed=; for file in $(filter-out $(LONG_BENCHMARKS),$(wildcard benchmarks/bench_*.py)); do echo "$$file"; $(BIN)/python "$$file" || failed+=" $$file"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
 
 bench-learning: env ## train every algorithm from one warm start; goes on where it stopped; at most 90 minutes

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from peer_environments import ROOT, make_environment
 
 from hf_algorithms.config import parse_config
 from hf_algorithms.losses import PolicyLoss, ValueLoss
 from hf_algorithms.recipes import RECIPES, StepContext
 
-ROOT = Path(__file__).resolve().parents[1]
 ABSOLUTE = 1e-6
 SEEDS = range(20)
 
@@ -199,17 +198,8 @@ class Comparison:
 
 
 def run_in_environment(program: Path, name: str, installs: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Makes `.cache/conformance-<name>` where it is missing, runs `program --inside` in it, returns what it printed.
-
-    `installs` are the arguments of `uv pip install`, call by call.
-    """
-    folder = ROOT / ".cache" / f"conformance-{name}"
-    python, finished = folder / "bin" / "python", folder / "installed.json"
-    if not finished.exists() or json.loads(finished.read_text()) != [list(each) for each in installs]:
-        _run_uv("venv", "--clear", "--python", sys.executable, str(folder))
-        for arguments in installs:
-            _run_uv("pip", "install", "--python", str(python), *arguments)
-        finished.write_text(json.dumps(installs))
+    """Makes the environment of a peer where it is missing, runs `program --inside` in it, returns what it printed."""
+    python = make_environment(name, installs)
     sources = [str(path) for path in sorted(ROOT.glob("packages/*/src"))]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sources), "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
@@ -217,12 +207,6 @@ def run_in_environment(program: Path, name: str, installs: Sequence[Sequence[str
     )
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return found
-
-
-def _run_uv(*arguments: str) -> None:
-    # `--no-config`: the repository's own constraints are not the peer's.
-    script = 'source scripts/registry.sh; exec .venv/bin/uv --no-config "$@"'
-    subprocess.run(["bash", "-c", script, "uv", *arguments], cwd=ROOT, check=True)
 
 
 def answer(comparison: Comparison, versions: Mapping[str, str]) -> None:

@@ -1,0 +1,297 @@
+"""GRPO from prompts to updated weights: this system against TRL, in turns in one run.
+
+Both sides get the same weights, prompts, lengths, samples of each prompt, optimizer steps, dtype and reward, and our
+conventions are set to the peer's. Before anything is timed both take one stored batch of completions and rewards: loss
+and every gradient of that update have to agree, or the run is void. Timed runs then sample freely. Each side runs as
+its users run it, `hf_algorithms.train` and `GRPOTrainer.train`, in a process that waits while another is measured. The
+peer's environment is made from the package registry.
+
+    bench_end_to_end.py                               all workloads, three rounds
+    bench_end_to_end.py --workloads tiny --rounds 1   one of them, quickly; writes no result
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from conformance_trl import INSTALLS
+from end_to_end_workloads import WORKLOADS, Workload, draw_prompts
+from measurement import record
+from peer_environments import ROOT, make_environment
+
+FOLDER = ROOT / ".cache" / "end-to-end"
+PROGRAMS = {"ours": "end_to_end_ours.py", "trl": "end_to_end_trl.py"}
+TARGETS = {"tiny": 1.5, "shared_prompts": 2.5, "long_answers": 1.3}
+"""Times the peer's best samples a second."""
+ITERATIONS = {"tiny": 20, "shared_prompts": 3, "long_answers": 3}
+"""Of a round. The first one of a process is a warm-up."""
+LARGEST_DIFFERENCE = 1e-4
+LEAST_NORM = 1e-3
+"""Of the stored update's whole gradient: a smaller one would prove nothing."""
+
+
+@dataclass(frozen=True)
+class System:
+    """One side in one arrangement of the cores."""
+
+    side: str
+    ranks: int
+    threads: int
+
+    @property
+    def name(self) -> str:
+        """In results and tables."""
+        return f"{self.side}_{self.ranks}x{self.threads}"
+
+
+SYSTEMS = (
+    *(System("ours", ranks, threads) for ranks, threads in ((1, 1), (1, 2), (2, 1))),
+    *(System("trl", 1, threads) for threads in (1, 2)),
+)
+
+
+class Side:
+    """A system's process, which waits between its segments of iterations."""
+
+    def __init__(self, system: System, options: Mapping[str, Any], python: Path) -> None:
+        reading, writing = os.pipe()
+        threads = str(system.threads)
+        given = {**options, "ranks": system.ranks, "threads": system.threads, "answers": writing}
+        program = Path(__file__).with_name(PROGRAMS[system.side])
+        self._log = Path(options["folder"]) / f"{system.name}.log"
+        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [python, program, json.dumps(given)],
+                cwd=options["folder"],
+                env=environment,
+                pass_fds=[writing],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+            )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+
+    def read(self) -> Any:
+        """The next answer."""
+        line = self._answers.readline()
+        if not line:
+            sys.exit(f"{self._log}: the process ended without an answer\n{self._log.read_text()[-3000:]}")
+        return json.loads(line)
+
+    def go(self) -> Any:
+        """Runs the next segment; returns the seconds of its iterations by phase."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        self._process.stdin.flush()
+        return self.read()
+
+    def measure(self) -> tuple[float, int]:
+        """Processor seconds and resident bytes of the process and of all that it started and that live."""
+        root = psutil.Process(self._process.pid)
+        tree = [root, *root.children(recursive=True)]
+        times = [each.cpu_times() for each in tree]
+        return sum(each.user + each.system for each in times), sum(each.memory_info().rss for each in tree)
+
+    def close(self) -> None:
+        """Waits until the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(120)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._answers.close()
+
+
+def main() -> int:
+    """Measure; 1 if a target is missed, 2 if the updates differ."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--systems", nargs="+", choices=[each.name for each in SYSTEMS])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--backend", default="transformers", help="that generates on our side")
+    options = parser.parse_args()
+    python = {"ours": Path(sys.executable), "trl": make_environment("trl", INSTALLS)}
+    systems = [each for each in SYSTEMS if not options.systems or each.name in options.systems]
+    metrics: dict[str, tuple[float, str]] = {}
+    missed = []
+    for name in options.workloads:
+        given = _prepare(name, options)
+        if not _pass_gate(given, python):
+            return 2
+        found = _measure(name, given, systems, python)
+        metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
+        ratio = found.get("speed_up", (0.0, ""))[0]
+        print(f"{name}: {ratio:.2f} times the peer's best, wanted {TARGETS[name]}", flush=True)
+        if ratio < TARGETS[name]:
+            missed.append(name)
+    if options.workloads == list(WORKLOADS) and not options.systems and options.rounds >= 3:
+        record("end_to_end", metrics, versions={"trl": "1.16.0"})
+    return int(bool(missed))
+
+
+def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Writes the model, its tokenizer and the stored batch; returns what every process is told."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_algorithms.data import build_character_tokenizer
+
+    workload, folder = WORKLOADS[name], FOLDER / name
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_character_tokenizer("0123456789", folder / "model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=workload.hidden_size,
+        intermediate_size=workload.intermediate_size,
+        num_hidden_layers=workload.num_layers,
+        num_attention_heads=workload.num_heads,
+        max_position_embeddings=workload.max_positions,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.lm_head.weight[tokenizer.eos_token_id] *= workload.end_weight or 1.0
+    model.save_pretrained(folder / "model")
+    _write_batch(workload, folder / "batch.json")
+    iterations = ITERATIONS[name]
+    return {
+        "workload": name,
+        "folder": str(folder),
+        "model": str(folder / "model"),
+        "batch": str(folder / "batch.json"),
+        "backend": options.backend,
+        "num_prompts": workload.num_prompts * 64,
+        "segments": [2, *[iterations] * options.rounds],
+        "gate": False,
+    }
+
+
+def _write_batch(workload: Workload, path: Path) -> None:
+    """Stores completions of random tokens and lengths, and rewards of random numbers."""
+    draw = random.Random(1)
+
+    def complete() -> list[int]:
+        least = 1 if workload.end_weight else workload.new_tokens
+        length = draw.randint(least, workload.new_tokens)
+        return [draw.randint(3, 12) for _ in range(length)]
+
+    prompts = draw_prompts(workload, workload.num_prompts)
+    ids = [[complete() for _ in range(workload.num_samples)] for _ in prompts]
+    rewards = [[draw.random() for _ in range(workload.num_samples)] for _ in prompts]
+    path.write_text(json.dumps({"prompts": prompts, "ids": ids, "rewards": rewards}))
+
+
+def _pass_gate(given: Mapping[str, Any], python: Mapping[str, Path]) -> bool:
+    """Whether both sides make the same update of the stored batch."""
+    from safetensors.torch import load_file
+
+    answers, gradients = {}, {}
+    for side in PROGRAMS:
+        path = Path(given["folder"]) / f"{side}.safetensors"
+        path.unlink(missing_ok=True)
+        told = {**given, "gate": True, "gradients": str(path)}
+        with _started(System(side, 1, 1), told, python) as process:
+            answers[side] = process.read()
+        gradients[side] = load_file(path)
+    differences = {"loss": abs(answers["ours"]["loss"] - answers["trl"]["loss"])}
+    norms = {name: float(each.double().norm()) for name, each in gradients["trl"].items()}
+    whole = sum(each**2 for each in norms.values()) ** 0.5
+    for name in gradients["ours"].keys() | norms.keys():
+        ours, theirs = (gradients[side][name].double() for side in PROGRAMS)
+        # A tensor whose own gradient is next to nothing is compared with the whole one.
+        differences[name] = float((ours - theirs).norm()) / max(norms[name], LEAST_NORM * whole)
+    worst = max(differences, key=differences.__getitem__)
+    same_prompts = answers["ours"]["prompt_ids"] == answers["trl"]["prompt_ids"]
+    print(f"{given['workload']}: largest difference {differences[worst]:.1e} ({worst}), gradient norm {whole:.2e}")
+    return same_prompts and whole > LEAST_NORM and differences[worst] <= LARGEST_DIFFERENCE
+
+
+@contextmanager
+def _started(system: System, options: Mapping[str, Any], python: Mapping[str, Path]) -> Iterator[Side]:
+    side = Side(system, options, python[system.side])
+    try:
+        yield side
+    finally:
+        side.close()
+
+
+def _measure(
+    name: str, given: Mapping[str, Any], systems: Sequence[System], python: Mapping[str, Path]
+) -> dict[str, tuple[float, str]]:
+    """Medians and extremes of every system over the rounds, in which they take turns."""
+    rates: dict[System, list[float]] = {}
+    used: dict[System, list[float]] = {}
+    phases: dict[System, list[dict[str, float]]] = {}
+    resident: dict[System, list[int]] = {}
+    rows = WORKLOADS[name].num_rows
+    with ExitStack() as stack:
+        sides = {}
+        for system in systems:
+            sides[system] = stack.enter_context(_started(system, given, python))
+            sides[system].read()
+            resident[system] = [sides[system].measure()[1]]
+        for number in range(len(given["segments"]) - 1):
+            first = number % len(systems)
+            for system in (*systems[first:], *systems[:first]):
+                before_s, _ = sides[system].measure()
+                found = sides[system].go()
+                after_s, now = sides[system].measure()
+                resident[system].append(now)
+                wall_s = statistics.median(each["wall"] for each in found)
+                rates.setdefault(system, []).append(rows / wall_s)
+                used.setdefault(system, []).append((after_s - before_s) / len(found))
+                phases.setdefault(system, []).extend(found)
+                print(f"{name} {system.name}: {rows / wall_s:.1f} samples/s, {used[system][-1]:.3f} CPU s", flush=True)
+    return _summarise(systems, rates, used, phases, resident)
+
+
+def _summarise(
+    systems: Sequence[System],
+    rates: Mapping[System, Sequence[float]],
+    used: Mapping[System, Sequence[float]],
+    phases: Mapping[System, Sequence[Mapping[str, float]]],
+    resident: Mapping[System, Sequence[int]],
+) -> dict[str, tuple[float, str]]:
+    metrics: dict[str, tuple[float, str]] = {}
+    best = {"ours": 0.0, "trl": 0.0}
+    for system in systems:
+        middle = statistics.median(rates[system])
+        best[system.side] = max(best[system.side], middle)
+        for kind, value in (("median", middle), ("slowest", min(rates[system])), ("fastest", max(rates[system]))):
+            metrics[f"{system.name}_{kind}"] = (round(value, 2), "samples/s")
+        metrics[f"{system.name}_used"] = (round(statistics.median(used[system]), 4), "CPU s an iteration")
+        for phase in sorted({each for row in phases[system] for each in row}):
+            seconds = statistics.median(row.get(phase, 0.0) for row in phases[system])
+            metrics[f"{system.name}_{phase}"] = (round(1000 * seconds, 2), "ms an iteration")
+        metrics[f"{system.name}_resident"] = (round(max(resident[system]) / 2**20, 1), "MiB, all processes")
+        grown = max(resident[system]) - resident[system][0]
+        metrics[f"{system.name}_grown"] = (round(grown / 2**20, 1), "MiB above the warm-up's")
+    if all(best.values()):
+        metrics["speed_up"] = (round(best["ours"] / best["trl"], 3), "times the peer's best")
+    return metrics
+
+
+if __name__ == "__main__":
+    started_s = time.monotonic()
+    code = main()
+    print(f"took {time.monotonic() - started_s:.0f} s")
+    sys.exit(code)

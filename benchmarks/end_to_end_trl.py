@@ -1,0 +1,154 @@
+"""TRL's side of `bench_end_to_end.py`; runs in an environment of its own and imports nothing of ours.
+
+It reads commands from standard input, one JSON object a line, and answers on the descriptor that `--answers` names.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from end_to_end_workloads import WORKLOADS, Pacer, draw_prompts, open_answers, score
+
+
+def main() -> None:
+    """Serve one workload: the gate, or segments of iterations."""
+    options = json.loads(sys.argv[1])
+    torch.set_num_threads(options["threads"])
+    answer = open_answers(options["answers"])
+    if options["gate"]:
+        answer(_pass_gate(options))
+        return
+    pacer = Pacer(answer, options["segments"])
+    trainer = _build_trainer(options, max_steps=sum(options["segments"]), reward=score, pacer=pacer)
+    trainer.train()
+
+
+def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pacer: Pacer | None, **more: Any) -> Any:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    workload = WORKLOADS[options["workload"]]
+    prompts = more.pop("prompts", None) or draw_prompts(workload, options["num_prompts"])
+    config = GRPOConfig(
+        output_dir=str(Path(options["folder"]) / "trl"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        max_steps=max_steps,
+        per_device_train_batch_size=workload.num_rows,
+        num_generations=workload.num_samples,
+        max_completion_length=workload.new_tokens,
+        generation_kwargs={} if workload.end_weight else {"min_new_tokens": workload.new_tokens},
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        max_grad_norm=1.0 if pacer else 1e9,
+        **{"learning_rate": 1e-5, "lr_scheduler_type": "constant", "beta": 0.0, **more.pop("config", {})},
+    )
+
+    class Timed(GRPOTrainer):
+        """The trainer, with the seconds of its parts."""
+
+        def _generate(self, *arguments: Any) -> Any:
+            return timed("generate", super()._generate, *arguments)
+
+        def _calculate_rewards(self, *arguments: Any) -> Any:
+            return timed("score", super()._calculate_rewards, *arguments)
+
+        def training_step(self, *arguments: Any) -> Any:
+            before = sum(phases.values())
+            start_s = time.perf_counter()
+            found = super().training_step(*arguments)
+            phases["update"] += time.perf_counter() - start_s - (sum(phases.values()) - before)
+            return found
+
+        def _prepare_inputs(self, *arguments: Any) -> Any:
+            before = sum(phases.values())
+            start_s = time.perf_counter()
+            found = super()._prepare_inputs(*arguments)
+            phases["advantages"] += time.perf_counter() - start_s - (sum(phases.values()) - before)
+            return found
+
+    phases: dict[str, float] = pacer.phases if pacer else defaultdict(float)
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        start_s = time.perf_counter()
+        found = call(*arguments)
+        phases[name] += time.perf_counter() - start_s
+        return found
+
+    class Paced(TrainerCallback):
+        """Follows the trainer's steps."""
+
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.start_s = time.perf_counter()
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            phases["update"] += time.perf_counter() - self.start_s
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if pacer:
+                pacer.end_iteration()
+
+    return Timed(
+        model=options["model"],
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        reward_funcs=reward,
+        callbacks=[Paced()],
+        **more,
+    )
+
+
+def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
+    """Loss and gradients of one update on the stored completions and rewards; writes the gradients."""
+    from safetensors.torch import save_file
+    from transformers import TrainerCallback
+
+    stored = json.loads(Path(options["batch"]).read_text())
+    waiting = {
+        prompt: [list(ids) for ids in each] for prompt, each in zip(stored["prompts"], stored["ids"], strict=True)
+    }
+    rewards = {
+        tuple(ids): value
+        for group, values in zip(stored["ids"], stored["rewards"], strict=True)
+        for ids, value in zip(group, values, strict=True)
+    }
+    found: dict[str, Any] = {}
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        prompt_ids = trainer.processing_class(text=prompts)["input_ids"]
+        found["prompt_ids"] = dict(zip(prompts, prompt_ids, strict=True))
+        return {"prompt_ids": prompt_ids, "completion_ids": [waiting[each].pop() for each in prompts], "logprobs": None}
+
+    def look_up(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [rewards[tuple(ids)] for ids in completion_ids]
+
+    class Keep(TrainerCallback):
+        """Writes the gradients before the optimizer uses them."""
+
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            grads = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+            save_file(grads, options["gradients"])
+
+    config = {"learning_rate": 0.0}
+    trainer = _build_trainer(
+        options, max_steps=1, reward=look_up, pacer=None, prompts=stored["prompts"], rollout_func=rollout, config=config
+    )
+    trainer.add_callback(Keep())
+    found["loss"] = trainer.train().training_loss
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Workloads of `bench_end_to_end.py`, the same for every system, and how a system answers the benchmark.
+
+Nothing here imports a trainer, so that each system reads it in its own environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["WORKLOADS", "Pacer", "Workload", "draw_prompts", "open_answers", "score"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What is generated and trained in an iteration of one optimizer step."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    prompt_tokens: tuple[int, int]
+    """Of the shortest and the longest prompt."""
+    num_prompts: int
+    num_samples: int
+    """Of each prompt."""
+    new_tokens: int
+    """Of every response; of ragged ones the most."""
+    end_weight: float | None = None
+    """Factor of the end token's row of the head, so that responses end at random lengths; None: all are full."""
+
+    @property
+    def num_rows(self) -> int:
+        """Responses of an iteration."""
+        return self.num_prompts * self.num_samples
+
+    @property
+    def max_positions(self) -> int:
+        """Tokens of the longest row."""
+        return self.prompt_tokens[1] + self.new_tokens
+
+
+_SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_layers": 4, "num_heads": 4}
+_MIDDLE = {"hidden_size": 384, "intermediate_size": 1024, "num_layers": 6, "num_heads": 6}
+WORKLOADS = {
+    "tiny": Workload(**_SMALL, prompt_tokens=(4, 6), num_prompts=16, num_samples=8, new_tokens=5),
+    "shared_prompts": Workload(**_MIDDLE, prompt_tokens=(256, 256), num_prompts=2, num_samples=8, new_tokens=48),
+    "long_answers": Workload(
+        **_MIDDLE, prompt_tokens=(32, 32), num_prompts=2, num_samples=8, new_tokens=256, end_weight=6.0
+    ),
+}
+"""Models of 0.8, 10.6 and 10.6 million parameters."""
+
+
+def draw_prompts(workload: Workload, count: int) -> list[str]:
+    """Texts of digits, one token a character, no two alike."""
+    draw = random.Random(0)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found["".join(draw.choices("0123456789", k=draw.randint(*workload.prompt_tokens)))] = None
+    return list(found)
+
+
+def score(completions: list[str], **_: object) -> list[float]:
+    """The share of characters that are below five: it differs inside every group."""
+    return [sum(each in "01234" for each in text) / max(1, len(text)) for text in completions]
+
+
+def open_answers(descriptor: int) -> Callable[[Any], None]:
+    """Returns what writes one answer."""
+    file = os.fdopen(descriptor, "w")
+
+    def answer(value: Any) -> None:
+        file.write(json.dumps(value) + "\n")
+        file.flush()
+
+    return answer
+
+
+class Pacer:
+    """Stops a trainer between segments of iterations, and reports the seconds of each iteration by phase.
+
+    Args:
+        answer: takes an object when a segment has ended.
+        segments: iterations of each.
+    """
+
+    def __init__(self, answer: Callable[[Any], None], segments: list[int]) -> None:
+        self._answer, self._segments = answer, list(segments)
+        self._rows: list[dict[str, float]] = []
+        self.phases: dict[str, float] = defaultdict(float)
+        self._start_s = time.perf_counter()
+
+    def end_iteration(self, phases: dict[str, float] | None = None) -> None:
+        """Takes down an iteration; waits for the next command where a segment ends."""
+        wall_s = time.perf_counter() - self._start_s
+        self._rows.append({"wall": wall_s, **(self.phases if phases is None else phases)})
+        self.phases.clear()
+        if len(self._rows) == self._segments[0]:
+            self._answer(self._rows)
+            self._rows = []
+            del self._segments[0]
+            if self._segments and not sys.stdin.readline():
+                sys.exit("nobody waits for the next segment")
+        self._start_s = time.perf_counter()
