@@ -65,8 +65,8 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Metrics less those that differ between equal runs."""
-    measured = ("time/", "perf/", "memory/", "checkpoint/")
+    """Metrics less those that differ between equal runs, and between layouts: how rows were packed is `batch/`."""
+    measured = ("time/", "perf/", "memory/", "checkpoint/", "batch/")
     return [{name: row[name] for name in row if not name.startswith(measured)} for row in metrics]
 
 

@@ -494,6 +494,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
             "activation_checkpointing": True,
             "compile": True,
             "balance_tokens": True,
+            "shared_prompts": False,
         },
     )
     inputs = load_inputs(config, tmp_path / "model")
@@ -503,6 +504,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
     training = actor.kwargs["training"]
     assert (training.schedule, training.total_steps) == ("cosine", 42)
     assert training.activation_checkpointing and training.compile and actor.balance_tokens
+    assert training.shared_prompts is False
     assert actor.kwargs["bucket_bytes"] == 4096
     assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
     assert [each.kwargs["training"].learning_rate for each in (actor, critic)] == [0.5, 0.25]

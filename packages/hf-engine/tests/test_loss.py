@@ -77,7 +77,7 @@ PAIR = "give (loss_sum, metrics), a tensor of one number and (sum, count) by nam
         (lambda logprobs: (logprobs.sum(), {3: (1.0, 1.0)}), "loss_fn gave 3 as a metric's name: give a string"),
         (
             lambda logprobs: (logprobs.sum(), {"grad_norm": (1.0, 1.0)}),
-            "metric 'grad_norm' has a name that the step itself uses (grad_norm, learning_rate, skipped_nonfinite): ",
+            "metric 'grad_norm' has a name that the step itself uses (grad_norm, learning_rate, skipped_nonfinite, ",
         ),
         (lambda logprobs: (logprobs.sum(), {"learning_rate": (1.0, 1.0)}), "metric 'learning_rate' has a name"),
     ],

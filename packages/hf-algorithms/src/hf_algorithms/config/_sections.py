@@ -278,6 +278,10 @@ class TrainingConfig(Section):
     """Recomputes each decoder layer in the backward pass: less memory, more time."""
     balance_tokens: bool = False
     """Gives ranks rows of equal token sums. Results stay in the batch's order."""
+    shared_prompts: Literal["auto"] | bool = "auto"
+    """Computes a prompt once for all responses to it in a batch (`fsdp`): where that saves work (`"auto"`), wherever it
+    fits, or never. Models of which it would change more than rounding say so once and compute rows apart.
+    """
     compile: bool = False
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -21,6 +21,7 @@ from hf_engine.backends._lora import add_adapters
 from hf_engine.backends._lora_config import LoraConfig
 from hf_engine.backends._micro_batches import MicroBatch
 from hf_engine.backends._outputs import OutputRequest, place_at
+from hf_engine.backends._tree_masks import attend_in_trees
 from hf_engine.model_directory import SCORE_HEADS, ModelDirectory, errors_of
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
@@ -155,7 +156,8 @@ def forward_tokens(
     positions = mask.flatten().nonzero().squeeze(1)
     ids = micro_batch.response_ids.flatten()[positions].to(device)
     positions = positions.to(device)
-    with _head_only_at(micro_batch.predicting_positions.to(device), model):
+    heads_inputs = _head_only_at(micro_batch.predicting_positions.to(device), model)
+    with heads_inputs, attend_in_trees(model, micro_batch, device):
         logits = model(
             input_ids=micro_batch.input_ids.to(device),
             attention_mask=micro_batch.attention_mask.to(device),

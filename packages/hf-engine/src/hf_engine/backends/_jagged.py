@@ -57,6 +57,11 @@ class Ragged:
         rows = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
         return torch.cat([self.values[:0], *(self.values[start : start + length] for start, length in rows)])
 
+    def row(self, index: int) -> torch.Tensor:
+        """The elements of one row."""
+        start, length = self._bounds[index]
+        return self.values[start : start + length]
+
     def pad_right(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [b] as a padded tensor [b, width, ...], zeros after each row's end, and the mask [b, width] of the rest.
 
@@ -69,6 +74,10 @@ class Ragged:
         """Rows [b] as a padded tensor [b, width], zeros before each row's start, and the mask of real elements."""
         shift = torch.arange(width) - (width - self.lengths[rows, None])
         return self._gather(self.starts[rows, None] + shift, shift >= 0), shift >= 0
+
+    @cached_property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
 
     @cached_property
     def _stored_offsets(self) -> torch.Tensor:

@@ -17,7 +17,7 @@ from hf_protocols.metrics import merge_metrics
 
 __all__ = ["STEP_METRICS", "StepLoss"]
 
-STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite")
+STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite", "batch/padding", "batch/shared")
 """Metrics that every step adds to those of its loss function."""
 
 

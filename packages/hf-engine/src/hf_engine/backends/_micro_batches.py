@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -11,13 +12,14 @@ import torch
 
 from hf_engine.backends._jagged import Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
+from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
 from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["MicroBatch", "SequenceBatch", "plan_micro_batches"]
+__all__ = ["MicroBatch", "SequenceBatch", "TreeMicroBatch", "measure_work", "plan_micro_batches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,11 @@ class MicroBatch:
         rows, columns = self.response_mask.nonzero(as_tuple=True)
         return rows * width + columns + width - num_tokens - 1
 
+    @property
+    def num_saved(self) -> int:
+        """Prompt tokens that rows apart would have computed again."""
+        return 0
+
     @classmethod
     def dummy(cls) -> MicroBatch:
         """One token after one token: keeps a short rank in step with the collectives of the others."""
@@ -62,6 +69,49 @@ class MicroBatch:
             attention_mask=ones,
             response_mask=ones[:, 1:],
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeMicroBatch(MicroBatch):
+    """Packed rows of one forward pass: each is a prompt, responses to it one after the other, and padding.
+
+    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer.
+    """
+
+    branches: torch.Tensor
+    """int64 [p, L], 0 for the prompt of a packed row, k for the k-th response to it, -1 for padding."""
+    responses: torch.Tensor
+    """int64 [b, T], ids of the responses, padded on the right."""
+    starts: torch.Tensor
+    """int64 [b, 2], of the flattened inputs: the last token of a response's prompt, and its own first token."""
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """int64 [b, T]."""
+        return self.responses
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [p, L], which start over after the prompt at each response; 0 for padding."""
+        columns = torch.arange(self.branches.shape[1])
+        is_first = torch.ones_like(self.branches, dtype=torch.bool)
+        is_first[:, 1:] = self.branches[:, 1:] != self.branches[:, :-1]
+        first = torch.where(is_first, columns, 0).cummax(1).values
+        prompts = (self.branches == 0).sum(1, keepdim=True)
+        return torch.where(self.branches > 0, columns - first + prompts, columns).masked_fill(self.branches < 0, 0)
+
+    @property
+    def predicting_positions(self) -> torch.Tensor:
+        """int64 [n], of the flattened `input_ids`: a first token is predicted by the last one of its prompt."""
+        rows, columns = self.response_mask.nonzero(as_tuple=True)
+        prompt_ends, starts = self.starts[rows].unbind(1)
+        return torch.where(columns == 0, prompt_ends, starts + columns - 1)
+
+    @property
+    def num_saved(self) -> int:
+        """Prompt tokens that rows apart would have computed again."""
+        responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
+        return int(((responses - 1) * (self.branches == 0).sum(1)).sum())
 
 
 class SequenceBatch:
@@ -77,6 +127,9 @@ class SequenceBatch:
         BatchError: for a missing column, one that does not hold token ids of the model, row by row, or a mask that is
             not aligned with the responses.
     """
+
+    sharing: PromptSharing | None = None
+    """When responses to one prompt are packed in one row; None: every row has its own prompt."""
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
@@ -96,7 +149,18 @@ class SequenceBatch:
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
-        return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
+        packed: list[list[list[int]]] = []
+        apart: Sequence[int] = range(len(prompts))
+        if self.sharing is not None and self.num_shared:
+            packs, apart = plan_packs(self._groups, prompts, responses, max_tokens, self.sharing)
+            packed = batch_packs(packs, prompts, responses, max_tokens, self.sharing)
+        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
+        return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in plain]
+
+    @property
+    def num_shared(self) -> int:
+        """Rows whose prompt an earlier row has, too."""
+        return len(self._prompts.lengths) - len(self._groups)
 
     def digest(self) -> int:
         """32 bits that are the same for the same rows, however their memory lies."""
@@ -151,6 +215,14 @@ class SequenceBatch:
             flat[index[micro_batch.response_mask]] = result.cpu()[micro_batch.response_mask]
         return to_jagged(flat, offsets)
 
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Rows with equal prompts together, in the order of their first ones."""
+        groups: dict[bytes, list[int]] = {}
+        for row in range(len(self._prompts.lengths)):
+            groups.setdefault(self._prompts.row(row).numpy().tobytes(), []).append(row)
+        return list(groups.values())
+
     def _pad(self, rows: torch.Tensor) -> MicroBatch:
         prompts, responses = self._prompts, self._responses
         prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
@@ -162,6 +234,33 @@ class SequenceBatch:
             input_ids=torch.cat([prompt_ids, response_ids], dim=1),
             attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
             response_mask=response_mask,
+        )
+
+    def _pack(self, packs: Sequence[Sequence[int]]) -> TreeMicroBatch:
+        rows = torch.tensor([row for pack in packs for row in pack])
+        prompts, responses, candidates = self._prompts, self._responses, self._candidates
+        response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
+        lines, branches, starts = [], [], []
+        width = max(int(prompts.lengths[pack[0]] + responses.lengths[list(pack)].sum()) for pack in packs)
+        for number, pack in enumerate(packs):
+            parts = [prompts.row(pack[0]), *(responses.row(row) for row in pack)]
+            lengths = torch.tensor([len(part) for part in parts])
+            first = number * width + lengths.cumsum(0)
+            starts.append(torch.stack([first[:1].expand(len(pack)) - 1, first[:-1]], dim=1))
+            line = torch.cat(parts).long()
+            lines.append(torch.nn.functional.pad(line, (0, width - len(line))))
+            branch = torch.arange(len(parts)).repeat_interleave(lengths)
+            branches.append(torch.nn.functional.pad(branch, (0, width - len(line)), value=-1))
+        joined = torch.stack(branches)
+        return TreeMicroBatch(
+            rows=rows,
+            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
+            input_ids=torch.stack(lines),
+            attention_mask=joined >= 0,
+            response_mask=response_mask,
+            branches=joined,
+            responses=response_ids.long(),
+            starts=torch.cat(starts),
         )
 
 
@@ -181,19 +280,43 @@ def _check_mask(column: object, lengths: torch.Tensor) -> None:
         )
 
 
+def measure_work(micro_batches: Sequence[MicroBatch]) -> dict[str, tuple[float, float]]:
+    """Shares of padding in what is computed, and of prompts computed once in what rows apart have, as metrics."""
+    real = [each for each in micro_batches if len(each.rows)]
+    tokens = sum(int(each.attention_mask.sum()) for each in real)
+    saved = sum(each.num_saved for each in real)
+    computed = sum(each.input_ids.numel() for each in real)
+    return {
+        "batch/padding": (float(computed - tokens), float(computed)),
+        "batch/shared": (float(saved), float(tokens + saved)),
+    }
+
+
 def plan_micro_batches(
-    prompt_lengths: Sequence[int], response_lengths: Sequence[int], max_tokens: int
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    rows: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Cuts rows into micro-batches of at most `max_tokens` tokens, padding included.
 
     A micro-batch of b rows costs b * (longest prompt + longest response): prompts are padded on the left and
     responses on the right. Rows are taken longest first; every row is in exactly one micro-batch.
 
+    Args:
+        prompt_lengths: of every row.
+        response_lengths: of every row.
+        max_tokens: of a micro-batch.
+        rows: which to cut; None: all.
+
     Raises:
         BatchError: for a row that is longer than the budget by itself.
     """
     lengths = list(zip(prompt_lengths, response_lengths, strict=True))
-    order = sorted(range(len(lengths)), key=lambda row: (-sum(lengths[row]), -lengths[row][0], row))
+    order = sorted(
+        range(len(lengths)) if rows is None else rows, key=lambda row: (-sum(lengths[row]), -lengths[row][0], row)
+    )
     batches: list[list[int]] = []
     longest_prompt = longest_response = 0
     for row in order:

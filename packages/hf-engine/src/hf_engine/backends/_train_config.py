@@ -53,6 +53,9 @@ class TrainConfig:
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
+    shared_prompts: Literal["auto"] | bool = "auto"
+    """Compute a prompt once for all responses to it in a batch (`fsdp`): where that saves work, wherever it fits, or
+    never. Models of which it would change more than rounding compute rows apart."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite, or above `explode_above`, is an error or is left out. Weights,
     moments and the number of steps stay as they are either way."""
@@ -76,6 +79,8 @@ class TrainConfig:
             raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
         for switch in ("activation_checkpointing", "compile"):
             check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
+        if self.shared_prompts != "auto":
+            check_kind(ConfigError, "shared_prompts", self.shared_prompts, bool, "'auto', True or False")
         if self.explode_above != inf:
             check_number(ConfigError, "explode_above", self.explode_above)
         choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}

@@ -43,6 +43,7 @@ from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.backends._optimizer import ShardedAdamW, local_shard
 from hf_engine.backends._outputs import OutputRequest, TokenColumn
 from hf_engine.backends._scored import forward_scores, read_sequences
+from hf_engine.backends._shared_prompts import SharedPrompts
 from hf_engine.backends._stacked_experts import layout_in_files, tensors_in_files
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.process_groups import build_groups, local_device
@@ -72,6 +73,7 @@ class FsdpBackend(TrainSteps):
         self._config, self._head, self._adapting = config, head, (config.lora, seed)
         self._head_name = find_head_name(model)
         self._device, self._model, self._file_names = local_device(), model, read_file_names(model)
+        self._shared_prompts = SharedPrompts(model, config, head=head)
         self._group, self._ranks = build_groups(topology, "dp"), topology.group_of("dp", dist.get_rank())
         super().__init__(self._group, config)
         self._facts = StateFacts(topology, config, head=head, head_name=self._head_name, seed=seed)
@@ -339,7 +341,8 @@ class FsdpBackend(TrainSteps):
             check_number(BackendError, "denominator", denominator)
             vocab_size = self._model.get_input_embeddings().weight.shape[0]
             request.check(vocab_size)
-            return read_sequences(self._head, batch, vocab_size, candidates=request.candidates)
+            sequences = read_sequences(self._head, batch, vocab_size, candidates=request.candidates)
+            return self._shared_prompts.prepare(sequences)
 
         most, given = self._config.micro_batch_tokens, {"temperature": request.temperature, "denominator": denominator}
         return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_engine.backends._base import LossFunction, Metrics, TrainConfig
 from hf_engine.backends._loss import StepLoss
+from hf_engine.backends._micro_batches import measure_work
 from hf_engine.backends._outputs import OutputRequest
 from hf_engine.backends._state import KeepsState
 from hf_protocols.errors import BackendError, NonFiniteLossError
@@ -164,7 +165,7 @@ class TrainSteps(KeepsState):
             total, metrics = self._shared(loss)
             on_failure.pop_all()
         self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total / denominator)
-        return dict(metrics)
+        return {**metrics, **measure_work(micro_batches)}
 
     def _take_step(self, method: str) -> Metrics:
         optimizer = self._prepare_step(method)
