@@ -314,6 +314,13 @@ def test_a_run_is_evaluated_from_any_folder(model: Path, rows: Path, monkeypatch
     assert evaluate("../run").metrics.keys() == {"eval/test/length"}
 
 
+@pytest.mark.parametrize("given", [{"rows": -1}, {"rows": 0}, {"samples": "4"}, {"max_new_tokens": 0}])
+def test_counts_of_python_are_named_by_their_argument(model: Path, given: dict[str, Any]) -> None:
+    (name, value) = next(iter(given.items()))
+    with pytest.raises(ConfigError, match=f"^{name}={value!r} must be a whole number of at least 1$"):
+        evaluate(model, data=[{"prompt": "1", "answer": "2"}], metrics="exact_match", **given)
+
+
 def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None:
     progress: list[tuple[str, int, int]] = []
     show: Callable[[str, int, int], None] = lambda *each: progress.append(each)  # noqa: E731

@@ -19,7 +19,7 @@ from hf_algorithms.python_inputs import temporary_inputs
 from hf_algorithms.responses import build_sampling_of, check_room, draw_responses
 from hf_algorithms.value_names import naming_arguments
 from hf_protocols import BackendError, ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.arguments import check_count, show
 from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ def read_prompts(
         prompt_field, answer_field = data.prompt_field, data.answer_field
     rows = open_rows([(read_path("data", path), None)], prompt_field=prompt_field, answer_field=answer_field)
     if most_rows is not None:
+        check_count(ConfigError, "rows", most_rows)
         rows = rows.first(most_rows)
     return rows, PromptDataset(rows, policy.turns.tokenizer, turns=policy.turns, source=f"data = {show(path)}")
 

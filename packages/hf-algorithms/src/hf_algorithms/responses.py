@@ -12,14 +12,22 @@ from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions
 from hf_algorithms.roles import least_rows
 from hf_algorithms.url_secrets import hide_secrets
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.arguments import check_count, show
 
 if TYPE_CHECKING:
     from hf_algorithms.data import PromptDataset, TurnFormat
     from hf_controller import Executor, WorkerGroup
     from hf_engine import SamplingParams
 
-__all__ = ["Response", "ResponseScorer", "build_sampling_of", "check_room", "draw_responses", "name_metrics"]
+__all__ = [
+    "Response",
+    "ResponseScorer",
+    "build_sampling_of",
+    "check_count",
+    "check_room",
+    "draw_responses",
+    "name_metrics",
+]
 
 _MOST_SAMPLES = 512
 """Of one call, where a prompt has fewer: what is complete after each call is written."""
@@ -72,6 +80,8 @@ def build_sampling_of(
     """
     from hf_engine import SamplingParams
 
+    for name, count in (("samples", samples), ("max_new_tokens", max_new_tokens)):
+        check_count(ConfigError, name, count)
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
     if not 0 <= temperature < float("inf") or 0 < temperature < 1e-6:  # logits divided by less may overflow
