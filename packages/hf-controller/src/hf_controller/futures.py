@@ -54,8 +54,8 @@ class PendingCall(Protocol):
         """
         ...
 
-    def outcomes(self, timeout_s: float | None) -> list[Outcome]:
-        """After waiting, what the collected ranks left, in collected order."""
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
+        """After waiting, what the collected ranks left, in collected order; with `position` the one at that place."""
         ...
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:

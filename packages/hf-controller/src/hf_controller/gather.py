@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_controller.assembly import Assembly, Part
-from hf_controller.expressions import Expression, Extent, Segment, Source
+from hf_controller.expressions import Expression, Extent, Source
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.holdings import Holder, Holding, Taken
 from hf_controller.jagged import JaggedShapes
 from hf_controller.pieces import ColumnRuns
 from hf_controller.transport import Column, ObjectStore, Shard
-from hf_protocols import BatchError, Collection, RowSelection, compute_held_rows, route
+from hf_protocols import BatchError, Collection, RowIndex, RowSelection, compute_held_rows
 from hf_protocols.arguments import show
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ __all__ = ["BatchReader", "Table"]
 
 class Table:
     """A source whose metadata is known: its shards, and which logical rows each holds in its local order.
+
+    Working it out takes time and memory in proportion to the shards: readers in one process share it.
 
     Args:
         shards: what the collected ranks returned.
@@ -49,6 +52,15 @@ class Table:
             _check_alike(name, columns, f"the results of the ranks of {maker}")
         self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
         self.held = _compute_held(self.shards, maker)
+
+    def find(self, rows: RowSelection) -> list[tuple[Shard, RowSelection]]:
+        """The shards that hold `rows`, each with its local rows, in order."""
+        pieces = self._index.find(rows)
+        return [(self.shards[piece.producer], piece.rows) for piece in pieces] or [(self.shards[0], RowSelection())]
+
+    @cached_property
+    def _index(self) -> RowIndex:
+        return RowIndex(self.held)
 
 
 def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection]:
@@ -75,16 +87,24 @@ def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection
 class BatchReader:
     """Reads batches out of a store. Metadata and arrays are fetched once for as long as the reader lives.
 
+    Args:
+        store: where the batches lie.
+        timeout_s: deadline of what is not there yet.
+        tables: the tables of sources that other readers of this process looked up, to which this one adds; None: its
+            own.
+
     Attributes:
         bytes_read: bytes of all rows that were read so far.
     """
 
-    def __init__(self, store: ObjectStore, timeout_s: float) -> None:
+    def __init__(
+        self, store: ObjectStore, timeout_s: float, tables: MutableMapping[Source, Table] | None = None
+    ) -> None:
         self.bytes_read = 0
         self._store = store
         self._timeout_s = timeout_s
         self._holder = Holder(store, timeout_s)
-        self._tables: dict[Source, Table] = {}
+        self._tables = {} if tables is None else tables
         self._assemblies: dict[tuple[Part, ...], Assembly] = {}
         self._shapes = JaggedShapes()
 
@@ -178,18 +198,11 @@ class BatchReader:
                 # Columns of one source share the very same selection, so it is routed once.
                 key = (segment.source, id(segment.rows))
                 if key not in routes:
-                    routes[key] = self._route(segment)
+                    routes[key] = self._tables[segment.source].find(segment.rows)
                 taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
             parts = [(each.column, len(each.rows)) for each in taken[name]]
             _check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
         return taken
-
-    def _route(self, segment: Segment) -> list[tuple[Shard, RowSelection]]:
-        table = self._tables[segment.source]
-        pieces = route(table.held, [segment.rows]).pieces[0]
-        if not pieces:
-            return [(table.shards[0], RowSelection())]
-        return [(table.shards[piece.producer], piece.rows) for piece in pieces]
 
     def _build(self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]) -> torch.Tensor:
         assembly, firsts = self._assemble(taken, held)

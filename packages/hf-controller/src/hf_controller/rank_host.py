@@ -9,9 +9,11 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from hf_controller.algebra import Select
+from hf_controller.call_share import CallShare
 from hf_controller.columns import CallColumns, columns_of
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.failures import Failure, UpstreamFailure
@@ -20,7 +22,7 @@ from hf_controller.results import Outcome, publish
 from hf_controller.trace import CallReport, Span
 from hf_controller.transport import ObjectStore, Shard
 from hf_controller.worker import Worker, WorkerSpec, takes_pieces
-from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, registered_methods
+from hf_protocols import BatchError, ProtocolError, RowSelection, registered_methods
 from hf_protocols.foreign_code import Caught
 
 __all__ = ["RankHost", "Stage", "close_workers"]
@@ -98,9 +100,13 @@ class RankHost:
         self._collected: dict[tuple[str, str], bool] = {}
         self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
 
-    def run(self, call: Call) -> tuple[Outcome, CallReport]:
+    def run(self, call: Call, share: CallShare | None = None) -> tuple[Outcome, CallReport]:
         """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
         controller.
+
+        Args:
+            call: the call.
+            share: what other ranks of this process worked out for it; None: this rank is the only one here.
         """
         progress = _Progress()
         outcome: Outcome
@@ -110,7 +116,7 @@ class RankHost:
         context.labels.clear()
         context.labels.update(call.labels)
         try:
-            outcome = self._run(call, progress)
+            outcome = self._run(call, progress, share)
         except UpstreamFailure as error:
             outcome, upstream = error.failure, True
         except BaseException as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
@@ -124,6 +130,10 @@ class RankHost:
             )
         return outcome, self._report(call, outcome, progress, upstream=upstream)
 
+    def list_collected(self, role: str, method: str) -> tuple[int, ...]:
+        """The ranks whose results make the result of a call."""
+        return self._methods[role][method].protocol.collect(self._specs[role].topology).ranks
+
     def enter(self, doing: str) -> None:
         """Say what this rank is at between calls."""
         self.stage = Stage(None, doing, time.time())
@@ -132,15 +142,16 @@ class RankHost:
         """Close every worker."""
         close_workers(self._workers, self._rank)
 
-    def _run(self, call: Call, progress: _Progress) -> Outcome:
+    def _run(self, call: Call, progress: _Progress, share: CallShare | None) -> Outcome:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
+        share = share or CallShare(spec, self._specs[call.role].topology)
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
             self._store.wait(list(call.after), call.timeout_s)
         method, columns = getattr(worker, call.method), columns_of(call, spec)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:
-                inputs = self._read_inputs(call, spec, columns, takes_pieces(method), progress)
+                inputs = self._read_inputs(call, share, columns, takes_pieces(method), progress)
             except (BatchError, ProtocolError) as error:
                 raise type(error)(f"{call.role}.{call.method}: {error}") from error
         else:
@@ -154,7 +165,7 @@ class RankHost:
             progress.computed_s = time.time()
             if inputs.reader is not None:
                 _check_unwritten(call, inputs.reader)
-        if not self._is_collected(call.role, call.method):
+        if not self._is_collected(call, share):
             return None
         self._enter(call, "storing its result")
         what = f"{call.role}.{call.method}"
@@ -169,11 +180,11 @@ class RankHost:
         )
 
     def _read_inputs(
-        self, call: Call, spec: MethodSpec, columns: CallColumns, in_pieces: bool, progress: _Progress
+        self, call: Call, share: CallShare, columns: CallColumns, in_pieces: bool, progress: _Progress
     ) -> _Inputs:
         """Wait for what other calls left, and read this rank's rows of it."""
         self._enter(call, "waiting for its inputs")
-        reader = BatchReader(self._store, call.timeout_s)
+        reader = BatchReader(self._store, call.timeout_s, share.tables)
         given = [*call.args, *call.kwargs.values()]
         batches = [value for value in given if isinstance(value, BatchArgument)]
         values = [reader.look_up_value(v.handle) if isinstance(v, StoredArgument) else v for v in given]
@@ -181,7 +192,7 @@ class RankHost:
         progress.ready_s = time.time()
         self._enter(call, "fetching rows")
         try:
-            selections, num_rows = self._select_rows(call.role, spec, batches, reader)
+            selections, num_rows = self._select_rows(call.role, share, batches, reader)
             read = reader.read_pieces if in_pieces else reader.read
             for position, value in enumerate(given):
                 if isinstance(value, BatchArgument):
@@ -203,31 +214,24 @@ class RankHost:
         )
 
     def _select_rows(
-        self, role: str, spec: MethodSpec, batches: list[BatchArgument], reader: BatchReader
+        self, role: str, share: CallShare, batches: list[BatchArgument], reader: BatchReader
     ) -> tuple[dict[int, RowSelection], int]:
-        """This rank's rows of every batch argument, by the argument's id, and the rows of the whole first one.
-
-        Batches of equally many rows are split alike, so that their rows stay side by side.
-        """
-        topology = self._specs[role].topology
-        weights: dict[int, list[float] | None] = {}
+        """This rank's rows of every batch argument, by the argument's id, and the rows of the whole first one."""
+        balanced = self._specs[role].balance_tokens
         selections: dict[int, RowSelection] = {}
         counts = [batch.expression.num_rows(reader.extents) for batch in batches]
         for batch, num_rows in zip(batches, counts, strict=True):
             if batch.whole:
                 selections[id(batch)] = RowSelection.range(0, num_rows)
                 continue
-            if num_rows not in weights:
-                balanced = self._specs[role].balance_tokens
-                weights[num_rows] = reader.row_weights(batch.expression, num_rows) if balanced else None
-            selections[id(batch)] = spec.protocol.distribute(topology, num_rows, weights[num_rows])[self._rank]
+            weigh = partial(reader.row_weights, batch.expression, num_rows) if balanced else _weigh_nothing
+            selections[id(batch)] = share.rows_of(self._rank, num_rows, weigh)
         return selections, counts[0] if counts else 0
 
-    def _is_collected(self, role: str, method: str) -> bool:
-        key = role, method
+    def _is_collected(self, call: Call, share: CallShare) -> bool:
+        key = call.role, call.method
         if key not in self._collected:
-            protocol = self._methods[role][method].protocol
-            self._collected[key] = self._rank in protocol.collect(self._specs[role].topology).ranks
+            self._collected[key] = share.collects(self._rank)
         return self._collected[key]
 
     def _enter(self, call: Call, doing: str) -> None:
@@ -261,6 +265,10 @@ class RankHost:
             labels=call.labels,
         )
         return CallReport(span=span, num_rows=shard.num_rows if shard else 0, failure=failure, upstream=upstream)
+
+
+def _weigh_nothing() -> None:
+    return None
 
 
 def _check_unwritten(call: Call, reader: BatchReader) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "PerRank",
     "Piece",
     "Route",
+    "RowIndex",
     "TransferProtocol",
     "compute_held_rows",
     "route",
@@ -258,17 +259,45 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
     Raises:
         ProtocolError: if a row is held twice, or wanted but not held; for values of other kinds.
     """
-    check_kind(ProtocolError, "route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
     check_kind(ProtocolError, "route: wanted", wanted, Sequence, "a list of RowSelections")
-    for name, items in (("held", held.items()), ("wanted", enumerate(wanted))):
-        for rank, rows in items:
-            if not isinstance(rows, RowSelection):
-                raise ProtocolError(f"route: {name}[{show(rank)}]={show(rows)}: give a RowSelection")
-    num_intervals = sum(len(rows.intervals) for rows in held.values())
-    num_rows = max((rows.end for rows in held.values()), default=0)
-    scattered = num_rows <= 4 * num_intervals
-    index = _HeldRows(held, num_rows) if scattered else _HeldIntervals(held)
-    return Route(tuple([tuple(index.find(rows)) for rows in wanted]))
+    index = RowIndex(held)
+    for rank, rows in enumerate(wanted):
+        _check_rows("wanted", rank, rows)
+    return Route(tuple([index.find(rows) for rows in wanted]))
+
+
+class RowIndex:
+    """Where every row is held, worked out once: finds the pieces of one consumer after another.
+
+    Args:
+        held: for every producer rank the logical rows it holds, in local order; no row twice.
+
+    Raises:
+        ProtocolError: if a row is held twice; for values of other kinds.
+    """
+
+    def __init__(self, held: Mapping[int, RowSelection]) -> None:
+        check_kind(ProtocolError, "route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
+        for rank, rows in held.items():
+            _check_rows("held", rank, rows)
+        num_intervals = sum(len(rows.intervals) for rows in held.values())
+        num_rows = max((rows.end for rows in held.values()), default=0)
+        scattered = num_rows <= 4 * num_intervals
+        self._index = _HeldRows(held, num_rows) if scattered else _HeldIntervals(held)
+
+    def find(self, wanted: RowSelection) -> tuple[Piece, ...]:
+        """Returns the pieces that make the rows of a consumer, in its order.
+
+        Raises:
+            ProtocolError: if a row is held by nobody; for what is not a RowSelection.
+        """
+        check_kind(ProtocolError, "wanted", wanted, RowSelection, "a RowSelection")
+        return tuple(self._index.find(wanted))
+
+
+def _check_rows(name: str, rank: object, rows: object) -> None:
+    if not isinstance(rows, RowSelection):
+        raise ProtocolError(f"route: {name}[{show(rank)}]={show(rows)}: give a RowSelection")
 
 
 class _HeldIntervals:

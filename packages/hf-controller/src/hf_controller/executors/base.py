@@ -249,8 +249,8 @@ class _Part:
     def wait(self, timeout_s: float | None) -> list[int]:
         return self._call.wait(timeout_s)[self._index : self._index + 1]
 
-    def outcomes(self, timeout_s: float | None) -> list[Any]:
-        return self._call.outcomes(timeout_s)[self._index : self._index + 1]
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Any]:
+        return self._call.outcomes(timeout_s, self._index)
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
         return self._call.explain_loss(error)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_controller.call_share import CallShare
 from hf_controller.default_group import join_default_group, seed_generators
 from hf_controller.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.executors.base import Executor, check_pool, check_specs
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["InProcessExecutor", "LocalStore"]
 
+_Acting = Callable[[int], contextlib.AbstractContextManager[None]]
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
@@ -96,9 +98,10 @@ class _LocalCall:
             raise failure.to_error() from failure.exception
         return self._rows
 
-    def outcomes(self, timeout_s: float | None) -> list[Outcome]:
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
         self.wait(timeout_s)
-        return [_copy_outcome(box.value) for box in self.handles]
+        boxes = self.handles if position is None else [self.handles[position]]
+        return [_copy_outcome(box.value) for box in boxes]
 
     def explain_loss(self, error: LostResultError) -> None:
         """Nothing is lost in one process."""
@@ -135,9 +138,9 @@ class _LocalRank(NamedTuple):
     host: RankHost
     stream: RandomStream
 
-    def run(self, call: Call) -> tuple[Outcome, CallReport]:
+    def run(self, call: Call, share: CallShare) -> tuple[Outcome, CallReport]:
         with self.stream.drawn():
-            outcome, report = self.host.run(call)
+            outcome, report = self.host.run(call, share)
         with Caught() as caught:  # an object's own copying may raise anything
             return _copy_outcome(outcome), report
         assert caught.error is not None
@@ -203,9 +206,10 @@ class InProcessExecutor(Executor):
             for together in [specs] if fused else [{role: specs[role]} for role in specs]:
                 hosts: list[_LocalRank] = []
                 self._hosts.update({groups[role]: hosts for role in together})
-                for rank in range(pool.num_slots):
-                    with self._guard.watching():
-                        hosts.append(self._build_rank(pool, together, rank))
+                with _ranks_in_turn(pool.num_slots) as acting:
+                    for rank in range(pool.num_slots):
+                        with self._guard.watching():
+                            hosts.append(self._build_rank(pool, together, rank, acting))
             undo.pop_all()
         return groups
 
@@ -275,7 +279,9 @@ class InProcessExecutor(Executor):
             distributed.destroy_process_group()
             self._owns_default_group = False
 
-    def _build_rank(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int) -> _LocalRank:
+    def _build_rank(
+        self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int, acting: _Acting
+    ) -> _LocalRank:
         """One rank of roles that share a process where there are any."""
         from hf_controller.rank_host import RankHost, close_workers
 
@@ -292,7 +298,7 @@ class InProcessExecutor(Executor):
                 seed=spec.seed,
                 pool=pool.name,
             )
-            with Caught(also=(SystemExit,)) as caught, stream.drawn(), self._as_rank(rank, pool.num_slots):
+            with Caught(also=(SystemExit,)) as caught, stream.drawn(), acting(rank):
                 seed_generators(spec.seed)
                 workers[role] = construct_worker(spec, context)
             if caught.error is not None:
@@ -309,12 +315,15 @@ class InProcessExecutor(Executor):
             raise self._failed[group].to_error() from self._failed[group].exception
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
-        for rank, call in {rank: _copy_arguments(call) for rank, call in calls.items()}.items():
-            with self._guard.watching(), self._as_rank(rank, group.world_size):
-                outcomes[rank], reports[rank] = self._hosts[group][rank].run(call)
-            failure = reports[rank].failure
-            if failure is not None:
-                _raise_interrupt(failure)
+        copies = {rank: _copy_arguments(call) for rank, call in calls.items()}
+        share = CallShare(spec, group.topology)
+        with _ranks_in_turn(group.world_size) as acting:
+            for rank, call in copies.items():
+                with self._guard.watching(), acting(rank):
+                    outcomes[rank], reports[rank] = self._hosts[group][rank].run(call, share)
+                failure = reports[rank].failure
+                if failure is not None:
+                    _raise_interrupt(failure)
         reports = self._judge(group, reports)
         self.trace.note(reports.values(), group.pool)
         collected = spec.protocol.collect(group.topology).ranks
@@ -345,9 +354,14 @@ class InProcessExecutor(Executor):
     def _device_of(self, pool: ResourcePool) -> str:
         return self._device or ("cpu" if pool.device == "cpu" else "cuda:0")
 
-    def _as_rank(self, rank: int, world_size: int) -> contextlib.AbstractContextManager[None]:
-        if world_size == 1:
-            return contextlib.nullcontext()
-        from hf_controller.executors.no_collectives import no_collectives
 
-        return no_collectives(rank, world_size)
+@contextlib.contextmanager
+def _ranks_in_turn(world_size: int) -> Iterator[_Acting]:
+    """Around the ranks of a group: for each a block in which `torch.distributed` takes this process for it."""
+    if world_size == 1:
+        yield lambda rank: contextlib.nullcontext()
+        return
+    from hf_controller.executors.no_collectives import RanksInTurn
+
+    with RanksInTurn(world_size) as ranks:
+        yield ranks.acting

@@ -1,18 +1,18 @@
-"""A default process group that knows its rank and refuses every collective."""
+"""A default process group that knows which rank acts and refuses every collective."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from torch import distributed
 
 from hf_controller.default_group import plain_tracebacks
 from hf_protocols import ProtocolError
 
-__all__ = ["no_collectives"]
+__all__ = ["RanksInTurn"]
 
 _BACKEND = "hf_no_collectives"
 
@@ -46,13 +46,52 @@ _COLLECTIVES = (
 )
 
 
-@contextmanager
-def no_collectives(rank: int, world_size: int) -> Iterator[None]:
-    """Within it, ``torch.distributed`` says that this is ``rank`` of ``world_size``, and every collective raises.
+class RanksInTurn:
+    """The ranks of a group, one after another in one process: a context manager around all of them.
 
-    Raises:
-        ProtocolError: if the process already has a default group.
+    They share one default process group. To make one for each rank would take each time in proportion to all ranks.
+
+    Args:
+        world_size: number of ranks.
     """
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._group: Any = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    @contextmanager
+    def acting(self, rank: int) -> Iterator[None]:
+        """Within it, `torch.distributed` says that this is `rank`, and every collective raises.
+
+        Raises:
+            ProtocolError: if the process already has a default group.
+        """
+        if self._group is None:
+            self._group = _join(rank, self._world_size)
+        self._group.acting_rank = rank
+        try:
+            yield
+        finally:
+            if not self._is_as_made():
+                self._leave()  # the next rank finds nothing of what this one made or left
+
+    def _is_as_made(self) -> bool:
+        world = distributed.distributed_c10d._world
+        return world.default_pg is self._group and len(world.pg_map) == 1
+
+    def _leave(self) -> None:
+        if self._group is not None and distributed.is_initialized():
+            distributed.destroy_process_group()
+        self._group = None
+
+
+def _join(rank: int, world_size: int) -> Any:
     if distributed.is_initialized():
         raise ProtocolError(
             f"rank {rank} of {world_size} cannot run beside a default process group in one process, such as groups of "
@@ -68,15 +107,13 @@ def no_collectives(rank: int, world_size: int) -> Iterator[None]:
             rank=rank,
             world_size=world_size,
         )
-    try:
-        yield
-    finally:
-        distributed.destroy_process_group()
+    return distributed.group.WORLD
 
 
 def _create(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     group = _NoCollectives(rank, world_size)
-    group._set_group_name(f"{_BACKEND}_{rank}")
+    group.acting_rank = rank
+    group._set_group_name(_BACKEND)
     return group
 
 
@@ -93,5 +130,9 @@ def _refuse(name: str) -> Callable[..., None]:
 _NoCollectives: Any = type(
     "_NoCollectives",
     (distributed.ProcessGroup,),
-    {"getBackendName": lambda self: _BACKEND, **{name: _refuse(name) for name in _COLLECTIVES}},
+    {
+        "getBackendName": lambda self: _BACKEND,
+        "rank": lambda self: self.acting_rank,
+        **{name: _refuse(name) for name in _COLLECTIVES},
+    },
 )

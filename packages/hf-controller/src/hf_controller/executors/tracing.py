@@ -267,7 +267,7 @@ class _TracedAnswer:
     def wait(self, timeout_s: float | None) -> list[int]:
         return [result.num_rows for result in self.handles]
 
-    def outcomes(self, timeout_s: float | None) -> NoReturn:
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> NoReturn:
         _refuse(self._what)
 
     def explain_loss(self, error: Exception) -> None:

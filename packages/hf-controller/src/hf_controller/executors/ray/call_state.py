@@ -80,7 +80,12 @@ class CallState:
     @property
     def is_over(self) -> bool:
         """True if the call failed, or every rank answered."""
-        return self.failure is not None or not (self.has_failed or self.find_unread())
+        return self.failure is not None or not (self.has_failed or self.has_unread)
+
+    @property
+    def has_unread(self) -> bool:
+        """True if a rank's answer was not read, and is not lost."""
+        return len(self.reports) + len(self.lost) < len(self.answers)
 
     @property
     def has_failed(self) -> bool:

@@ -57,6 +57,7 @@ class RayCall:
         self._waiter = waiter
         self._supervisor = supervisor
         self._store = store
+        self._rows: list[int] | None = None
 
     def without_results(self) -> RayCall:
         """The same call for who waits for its end, and keeps none of its results."""
@@ -109,16 +110,20 @@ class RayCall:
             state.is_told = True
             state.trace.tell(self.call_id, state.failure)
             raise state.failure.to_error()
-        return [state.reports[rank].num_rows for rank in self._collected]
+        if self._rows is None:  # each item of a listed result asks
+            self._rows = [state.reports[rank].num_rows for rank in self._collected]
+        return self._rows
 
-    def outcomes(self, timeout_s: float | None) -> list[Outcome]:
-        """After waiting, what the collected ranks left beside batches."""
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
+        """After waiting, what the collected ranks left beside batches, or the one at a position among them."""
         self.wait(timeout_s)
         state = self._state
-        if not isinstance(self.handles[0], ValueHandle):
-            return [state.outcomes[rank] for rank in self._collected]
+        asked = slice(None) if position is None else slice(position, position + 1)
+        handles = self.handles[asked]
+        if not isinstance(handles[0], ValueHandle):
+            return [state.outcomes[rank] for rank in self._collected[asked]]
         try:
-            return self._store.get(self.handles, state.deadline.seconds if timeout_s is None else timeout_s)
+            return self._store.get(handles, state.deadline.seconds if timeout_s is None else timeout_s)
         except LostResultError as error:
             raise self.explain_loss(error) or self._explain_object(error) from None
 
