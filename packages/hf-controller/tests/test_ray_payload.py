@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import ray
 import torch
 from payload import count_payload
 from tensordict import TensorDict
+
+from hf_controller.dispatch import Call
+from hf_controller.executors.ray.wire import pack_once, unpack_call
 
 LIMIT_BYTES = 64 * 1024
 
@@ -35,6 +39,16 @@ def test_chosen_rows_cost_a_few_bytes_each(ray_stage):
             ray_stage.solo.step(chosen).wait()
         payloads[name] = payload.num_bytes
     assert payloads["permuted"] - payloads["all"] <= 8 * num_rows
+
+
+def test_many_references_are_stored_once_for_all_ranks(ray_executor):
+    handles = [ray.put(number) for number in range(100)]
+    call = Call(1, "role", "method", (), {}, after=handles, submit_s=0.0, timeout_s=1.0, labels={})
+    message, inputs = pack_once(call)
+    assert inputs == handles
+    assert isinstance(message[1], ray.ObjectRef)
+    read = ray.remote(num_cpus=0)(lambda *message: ray.get(list(unpack_call(*message).after)))
+    assert ray.get([read.remote(*message) for _ in range(2)], timeout=60) == [list(range(100))] * 2
 
 
 def test_the_counter_sees_rows_that_do_pass(ray_stage):

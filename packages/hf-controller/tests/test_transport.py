@@ -122,3 +122,32 @@ def test_a_conjugated_view_travels_as_its_values():
     column = torch.tensor([1 + 2j, 3 - 1j]).conj()
     shard = encode_batch(TensorDict({"x": column}, batch_size=[2]), store)
     assert as_tensor(shard.arrays.value[0], "complex64").tolist() == [1 - 2j, 3 + 1j]
+
+
+def count_metadata_bytes(num_rows):
+    """What a reader learns of a shard before it fetches rows that were chosen one by one: metadata and lengths."""
+    rows = RowSelection.from_rows(torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).tolist())
+    offsets = torch.arange(num_rows + 1)
+    columns = {name: torch.nested.nested_tensor_from_jagged(torch.zeros(num_rows), offsets) for name in "abc"}
+    shard = encode_batch(TensorDict(columns, batch_size=[num_rows]), LocalStore(), selection=rows, input_rows=num_rows)
+    lengths = {column.lengths for column in shard.columns.values()}
+    return len(pickle.dumps(replace(shard, arrays=None))) + sum(shard.arrays.value[each].nbytes for each in lengths)
+
+
+@pytest.mark.parametrize("num_rows", [1024, 1_000_000])
+def test_metadata_take_at_most_8_bytes_a_row(num_rows):
+    few = count_metadata_bytes(8)
+    assert few < 1024
+    assert count_metadata_bytes(num_rows) - few <= 8 * num_rows
+
+
+def test_forty_columns_cost_no_more_than_their_bytes():
+    offsets = torch.arange(0, 4 * 65, 4)
+    dense = {f"dense_{number}": torch.zeros(64, 4) for number in range(20)}
+    jagged = {
+        f"jagged_{number}": torch.nested.nested_tensor_from_jagged(torch.zeros(4 * 64), offsets) for number in range(20)
+    }
+    shard = encode_batch(TensorDict({**dense, **jagged}, batch_size=[64]), LocalStore())
+    assert shard.num_bytes == 40 * 64 * 4 * 4
+    assert sum(array.nbytes for array in shard.arrays.value) == shard.num_bytes + 64 * 4  # and the lengths, once
+    assert len(pickle.dumps(replace(shard, arrays=None))) <= 40 * 64

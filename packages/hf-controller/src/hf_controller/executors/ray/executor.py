@@ -343,7 +343,7 @@ class RayExecutor(Executor):
         answers: dict[int, Any] = {}
         contents: list[Any] = []
         for rank, call in calls.items():
-            actor, message = host_set.actors[rank], packed[id(call)]
+            actor, (message, _) = host_set.actors[rank], packed[id(call)]
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
             else:
@@ -355,9 +355,7 @@ class RayExecutor(Executor):
                 handles[rank] = BatchHandle(metadata=metadata, contents=left) if is_batch else ValueHandle(left)
             host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         first = next(iter(calls.values()))
-        references = [
-            each for message in packed.values() for each in (*(message[1] if message[1:] else ()), *message[2:])
-        ]
+        references = [each for _, inputs in packed.values() for each in inputs]
         state = CallState(
             call_id=first.call_id,
             role=group.role,

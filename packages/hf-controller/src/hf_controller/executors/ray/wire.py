@@ -31,14 +31,18 @@ __all__ = ["PackedCall", "pack_answer", "pack_call", "pack_once", "unpack_answer
 
 
 _MAX_SENT_BYTES = 8 * 1024
+_MAX_SENT_REFERENCES = 64
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
 class PackedCall(NamedTuple):
-    """A call on its way: bytes, the references in it, and those of batches on this machine."""
+    """A call on its way: bytes, the references in it, and those of batches on this machine.
+
+    Bytes and the list of references may each be in the object store instead: Ray hands over what is there.
+    """
 
     packed: Any
-    references: list[Any]
+    references: Any
     batches: list[Any]
 
     @property
@@ -46,7 +50,8 @@ class PackedCall(NamedTuple):
         """The arguments of the actor's method. Ray waits for the batches and hands over their contents; references
         stay as they are inside their list. An empty list costs Ray as much as the call's bytes.
         """
-        return (self.packed, self.references, *self.batches) if self.references or self.batches else (self.packed,)
+        is_alone = isinstance(self.references, list) and not self.references and not self.batches
+        return (self.packed,) if is_alone else (self.packed, self.references, *self.batches)
 
 
 class _CallPickler(cloudpickle.CloudPickler):
@@ -96,12 +101,19 @@ def pack_call(call: Call) -> PackedCall:
     return PackedCall(target.getvalue(), list(pickler.references), list(pickler.batches))
 
 
-def pack_once(call: Call) -> tuple[Any, ...]:
-    """A rank's message. One that names many rows is stored once for all ranks rather than sent to each."""
+def pack_once(call: Call) -> tuple[tuple[Any, ...], list[Any]]:
+    """A rank's message, and what it refers to.
+
+    Many rows, and many references such as those to every rank's part of a batch, are stored once for all ranks rather
+    than sent to each: a message to each of n ranks with n references would cost time in proportion to n * n.
+    """
     packed = pack_call(call)
+    inputs = [*packed.references, *packed.batches]
     if len(packed.packed) > _MAX_SENT_BYTES:
         packed = packed._replace(packed=ray.put(packed.packed))
-    return packed.message
+    if len(packed.references) > _MAX_SENT_REFERENCES:
+        packed = packed._replace(references=ray.put(packed.references))
+    return packed.message, inputs
 
 
 def _is_plain(call: Call) -> bool:
