@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_algorithms.run_directory import RunDirectory, RunDirectoryError
+from hf_algorithms.run_directory import ORIGIN, RunDirectory, RunDirectoryError
 from hf_protocols import ConfigError
 
 
@@ -40,6 +40,22 @@ def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tm
     second.begin()
     assert not (first.path / "summary.json").exists()
     assert (first.path / "notes.txt").read_text() == "mine"
+
+
+def test_a_replaced_run_is_not_what_the_next_one_goes_on_with(tmp_path: Path) -> None:
+    """It says how it was started until another one begins; what a run goes on with stays while it begins again."""
+    first = begun(tmp_path / "run")
+    for name in (ORIGIN, "plan.json", "summary.json"):
+        first.write_text(name, "{}")
+    first.close()
+    again = begun(tmp_path / "run", resume=True)
+    again.clear(keeps=["plan.json"])
+    assert [(first.path / name).exists() for name in (ORIGIN, "plan.json", "summary.json")] == [True, True, False]
+    assert (first.path / ORIGIN).read_text() == "{}"
+    again.close()
+    begun(tmp_path / "run", overwrite=True)
+    assert (first.path / ORIGIN).read_text() == ""
+    assert not (first.path / "plan.json").exists()
 
 
 @pytest.mark.parametrize("name", ["run", "deep/er/run"])

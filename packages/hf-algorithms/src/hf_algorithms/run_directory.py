@@ -122,7 +122,8 @@ class RunDirectory:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = self._lock or RunLock(self.path)
-                (self.path / ORIGIN).touch()
+                if not self._resumes:  # until it has contents, no run can go on here
+                    (self.path / ORIGIN).write_bytes(b"")
             except OSError:
                 _remove_empty(missing)
                 raise
@@ -134,14 +135,13 @@ class RunDirectory:
         """Removes what an earlier run left, or an earlier part of this one that has no commit.
 
         Args:
-            keeps: folders that stay.
+            keeps: files and folders that stay.
         """
         with self._reporting("the earlier run"):
-            for name in _FILES:
+            for name in set(_FILES).difference(keeps):
                 (self.path / name).unlink(missing_ok=True)
-            for name in _FOLDERS:
-                if name not in keeps:
-                    shutil.rmtree(self.path / name, ignore_errors=True)
+            for name in set(_FOLDERS).difference(keeps):
+                shutil.rmtree(self.path / name, ignore_errors=True)
             (self.path / "metrics.jsonl").touch()
 
     def truncate(self, name: str, size: int) -> None:

@@ -46,19 +46,17 @@ def begin_run(
 ) -> Inputs:
     """Replace an earlier run's files by this run's first ones; of the inputs, a fresh model moves there.
 
-    A run that goes on keeps what it wrote until its last commit.
+    A run that goes on keeps what it wrote until its last commit. Its origin comes last: a run that has one can go on.
     """
-    first_files = {"config.toml": format_toml(config), "plan.json": plan.to_json()}
-    origin = describe_origin(config, directory.path, search_path)
+    origin, text = describe_origin(config, directory.path, search_path), format_toml(config)
     directory.begin()
     if resume is not None:
         resume.begin()
+    directory.write_text("config.toml", text)
+    directory.write_text("plan.json", plan.to_json())
     write_origin(directory, origin)
     if inputs.model.tokenizer_path == str(fresh):
         with directory.replacing("initial_model") as folder:
             shutil.move(fresh, folder)
         inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
-    inputs = keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS))
-    for name, text in first_files.items():
-        directory.write_text(name, text)
-    return inputs
+    return keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS))

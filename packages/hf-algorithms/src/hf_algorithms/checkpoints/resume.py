@@ -77,7 +77,7 @@ class Resumption:
             RunDirectoryError: if a file is shorter than it was then.
         """
         if self.program is None:
-            self.directory.clear(keeps=() if self.warm is None else (WARM_START,))
+            self.directory.clear(keeps=("config.toml", "plan.json", *(() if self.warm is None else (WARM_START,))))
             if self.warm is not None:
                 self._remove_steps(WARM_START, self.warm[1].iteration)
             return
