@@ -180,6 +180,22 @@ def test_close_leaves_no_process(folder: Path) -> None:
     assert wait_for_end(started)
 
 
+@pytest.mark.parametrize("text", ["a", "a" * 1_000_000])  # a message that fits the pipe, and one that does not
+def test_a_host_that_is_stopped_is_ended(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_algorithms.rewards._pool.client._LOOK_S", 0.05)
+    before = {each.pid for each in processes_of(os.getpid())}
+    spec = FunctionSpec(name="by_text", function="pooled_rewards:by_text")
+    scoring = ScoringFunctions([spec], search_path=[str(folder)], num_processes=2)
+    scoring.score(samples("a"))
+    started = [each for each in processes_of(os.getpid()) if each.pid not in before]
+    (host,) = (each for each in started if each.ppid() == os.getpid())
+    host.suspend()
+    with pytest.raises(RewardError, match=rf"SIGSTOP held their host, process {host.pid}, for 0.5 s. It was ended"):
+        scoring.score(samples(text))
+    assert wait_for_end(started)
+    scoring.close()
+
+
 @pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
 def test_a_program_that_is_killed_leaves_no_process(folder: Path, kind: signal.Signals) -> None:
     """While a function holds the lock of its interpreter, and the host waits for it."""

@@ -10,9 +10,12 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+
+import psutil
 
 from hf_algorithms.rewards._pool.messages import Calls, Outcome, Setup
 from hf_protocols.errors import RewardError
@@ -22,6 +25,10 @@ __all__ = ["RewardPool"]
 _START = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from {0} import main; main()"
 _HOST = "hf_algorithms.rewards._pool.host"
 _END_S = 5.0
+_LOOK_S = 1.0
+"""Between two looks at a host that has not answered."""
+_MOST_LOOKS = 10
+"""So many looks in a row find a host stopped before it is ended. A worker that is stopped too takes none."""
 
 
 class RewardPool:
@@ -53,6 +60,7 @@ class RewardPool:
             os.close(read_end)
         self._connection = Connection(own.detach())
         self._end = weakref.finalize(self, _end, self._process, self._connection, write_end)
+        self._was_stopped = False
         self._send(Setup(list(loaders), num_processes))
 
     def run(self, batches: Sequence[Calls]) -> list[list[Outcome | None]]:
@@ -61,14 +69,15 @@ class RewardPool:
         Where a function raises or returns something else than scores, calls that are left have no outcome.
 
         Raises:
-            RewardError: if the host is gone.
+            RewardError: if the host is gone, or a signal such as SIGSTOP holds it.
         """
         found: list[list[Outcome | None]] = [[None] * len(calls.payloads) for calls in batches]
-        self._send(list(batches))
-        try:
-            settled = pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            raise self._describe_loss() from error
+        with self._watched():
+            self._send(list(batches))
+            try:
+                settled = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, OSError) as error:
+                raise self._describe_loss() from error
         for batch, indices, outcomes in settled:
             for index, outcome in zip(indices, pickle.loads(outcomes), strict=True):
                 found[batch][index] = outcome
@@ -84,13 +93,45 @@ class RewardPool:
         except OSError as error:
             raise self._describe_loss() from error
 
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Ends a host that is stopped during the block, which would wait for it without end."""
+        is_over = threading.Event()
+
+        def watch() -> None:
+            looks = 0
+            while not is_over.wait(_LOOK_S):
+                looks = looks + 1 if _is_stopped(self._process.pid) else 0
+                if looks == _MOST_LOOKS:
+                    self._was_stopped = True
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(self._process.pid, signal.SIGKILL)
+
+        threading.Thread(target=watch, name="reward-host", daemon=True).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+
     def _describe_loss(self) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
+        if self._was_stopped:
+            return RewardError(
+                "the processes of the reward functions do not answer: a signal such as SIGSTOP held their host, "
+                f"process {self._process.pid}, for {_MOST_LOOKS * _LOOK_S:g} s. It was ended; --resume goes on"
+            )
         return RewardError(
             f"the processes of the reward functions have ended: their host, process {self._process.pid}, left with "
             f"exit code {self._process.returncode}. Look at its output above"
         )
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
 
 
 def _end(process: subprocess.Popen[bytes], connection: Connection, life: int) -> None:
