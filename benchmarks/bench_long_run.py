@@ -12,14 +12,14 @@ import os
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from measurement import RESULTS, record
+from measurement import RESULTS, record, write_table
 
 import hf_algorithms
 from hf_algorithms.data import load_rows, write_addition_data, write_rows
@@ -28,6 +28,13 @@ NUM_ITERATIONS = 1000
 MAX_GROWTH = 0.05
 NUM_TENTHS = 10
 UNITS = {"memory_bytes": "bytes", "open_files": "files", "threads": "threads", "shared_bytes": "bytes"}
+WORDS = {
+    "memory_bytes": ("memory, MB", 1e6),
+    "open_files": ("open files", 1),
+    "threads": ("threads", 1),
+    "shared_bytes": ("shared memory, bytes", 1),
+}
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "long-runs.md"
 SERIES = RESULTS / "long_run" / "metrics.jsonl"
 NUM_ROWS, NUM_KEPT = 512, 200
 """Rows to train on; points of each series that are kept for the chart."""
@@ -68,6 +75,7 @@ def main() -> int:
             missed.append(name)
         print(f"{'MISSED ' if name in missed else 'reached'} {name}: {before:,.0f} -> {after:,.0f} {unit}")
     record("long_run", metrics)
+    write_table(PAGE, "long_run", build_table({name: value for name, (value, _) in metrics.items()}))
     return int(bool(missed))
 
 
@@ -117,6 +125,15 @@ def compare(values: list[float]) -> tuple[float, float]:
     """Medians of the second and of the last tenth: in the first caches fill."""
     tenth = max(1, len(values) // NUM_TENTHS)
     return statistics.median(values[tenth : 2 * tenth]), statistics.median(values[-tenth:])
+
+
+def build_table(figures: Mapping[str, float]) -> str:
+    """Returns the table of the page."""
+    lines = [f"| over {figures['iterations']:,} iterations | second tenth | last tenth |", "|---|--:|--:|"]
+    for name, (words, size) in WORDS.items():
+        before, after = (f"{figures[f'{name}_{when}'] / size:,.4g}" for when in ("before", "after"))
+        lines.append(f"| {words} | {before} | {after} |")
+    return "\n".join(lines)
 
 
 def write_series(rows: list[dict[str, float]]) -> None:
