@@ -15,7 +15,7 @@ SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
 
-.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz test-failures test-matrix test-families
+.PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz soak test-failures test-matrix test-families
 .PHONY: check fmt docs api
 .PHONY: bench bench-learning bench-gsm8k bench-gpu wheels constraints clean
 
@@ -66,6 +66,9 @@ test-trackers: ## set up .venv-trackers and test runs that TensorBoard, W&B, MLf
 
 fuzz: env ## read 100,000 damaged files with every reader; INPUTS=N for others
 	$(BIN)/python integration-tests/fuzz.py --inputs $(or $(INPUTS),100000)
+
+soak: env ## strike runs with faults at random, resume them, and keep the dated result
+	$(BIN)/python benchmarks/soak.py --executor in_process --keep
 
 test-failures: env ## run the whole failure matrix, and keep how long each message took
 	rm -f benchmarks/results/failures.jsonl
