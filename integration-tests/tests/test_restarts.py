@@ -77,6 +77,15 @@ def test_an_iteration_that_fails_twice_ends_the_run(small_config: Path, hybridfl
     ]
     summary = json.loads((run / "summary.json").read_text())
     assert (summary["status"], summary["restarts"], summary["last_commit"]) == ("failed", 2, 2)
+    assert [path.relative_to(run / "replay").as_posix() for path in (run / "replay").glob("*/*/*")] == [
+        "3/advantage/rank-0"
+    ]
+    replay = f"hybridflow replay {run} --iteration 3"
+    assert f"{replay} --role advantage --rank 0 runs this call again" in ended.errors
+    assert f"{replay} with --role advantage --rank 0 runs one again" in ended.errors
+    again = hybridflow("replay", run, "--iteration", "3", "--role", "advantage")
+    assert again.exit_code == 0 and "compute_advantages of rank 0 in iteration 3: 16 rows, of a role" in again.output
+    assert "returned 16 rows with advantages" in again.output
     assert hybridflow("train", "--resume", run).exit_code == 0
     assert hybridflow("train", small_config, *write_recipe(small_config, "whole", RAISE, {})).exit_code == 0
     assert without_times(read_metrics(run)) == without_times(read_metrics(whole))

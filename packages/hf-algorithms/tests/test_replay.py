@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -15,7 +15,7 @@ from tensordict import TensorDict
 
 from hf_algorithms.jagged import to_jagged
 from hf_algorithms.losses import Aggregation, Clip, PolicyLoss, ValueLoss
-from hf_algorithms.replay import Recorder
+from hf_algorithms.replay import Recorder, build_recording_worker, describe_recorded, drop_states
 from hf_algorithms.replay.batches import read_batch, write_batch
 from hf_algorithms.replay.bundle import find_bundle
 from hf_algorithms.replay.values import ReplayError, decode_value, encode_value
@@ -38,6 +38,24 @@ class OwnLoss:
     def __call__(self, outputs: Any, micro_batch: Any) -> Any:
         if self.raises:
             raise KeyError("no such column")
+        return outputs["values"].sum(), {}
+
+
+class _EndOfProcess(BaseException):
+    pass
+
+
+@dataclass(frozen=True)
+class FatalLoss:
+    """A loss that ends its call as the end of a process does, handled by nobody; it notes what is on disk before."""
+
+    folder: str
+    ends: bool = True
+
+    def __call__(self, outputs: Any, micro_batch: Any) -> Any:
+        Path(self.folder, "seen").write_text(str(list(Path(self.folder).glob("replay/*/*/*/call.json"))))
+        if self.ends:
+            raise _EndOfProcess
         return outputs["values"].sum(), {}
 
 
@@ -101,10 +119,13 @@ def executor() -> Iterator[InProcessExecutor]:
         yield made
 
 
-def build_critic(executor: InProcessExecutor, run: Path, model: str, **training: Any) -> WorkerGroup:
+def build_critic(
+    executor: InProcessExecutor, run: Path, model: str, *, failed: Collection[int] = (), **training: Any
+) -> WorkerGroup:
     kwargs = {"model": model, "backend": "fsdp", "training": TrainConfig(learning_rate=1e-2, **training)}
-    kwargs["recorder"] = Recorder(run=str(run), kwargs=dict(kwargs))
-    spec = WorkerSpec(worker=CriticWorker, topology=Topology(ParallelSpec()), kwargs=kwargs)
+    recorder = kwargs["recorder"] = Recorder(run=str(run), kwargs=dict(kwargs))
+    worker = build_recording_worker(CriticWorker, recorder, failed) if failed else CriticWorker
+    spec = WorkerSpec(worker=worker, topology=Topology(ParallelSpec()), kwargs=kwargs)
     return executor.build_groups(ResourcePool([1], device="cpu", name="all"), {"critic": spec})["critic"]
 
 
@@ -147,3 +168,34 @@ def test_only_the_first_update_that_is_left_out_is_recorded(executor: InProcessE
     with executor.trace.label(iteration=5), pytest.raises(HybridFlowError, match="no such column"):
         critic.update_critic(build_rows(), OwnLoss(raises=True)).result()
     assert find_bundle(tmp_path / "run", 5, "critic", 0).read_arguments() == {"loss": OwnLoss(raises=True)}
+
+
+def test_a_call_under_way_is_on_disk_after_a_failure(executor: InProcessExecutor, tmp_path: Path) -> None:
+    """In an iteration that failed before, and in no other; a call that ends well leaves nothing."""
+    model = str(write_tiny_model(tmp_path / "model", vocab_size=VOCAB_SIZE))
+    run = tmp_path / "run"
+    run.mkdir()
+    critic = build_critic(executor, run, model, failed=[3])
+    with executor.trace.label(iteration=3), pytest.raises(_EndOfProcess):
+        critic.update_critic(build_rows(), FatalLoss(folder=str(run)))
+    assert describe_recorded(run, 3) == (
+        f"replay/3 holds the calls that had not ended: hybridflow replay {run} --iteration 3 with --role critic "
+        "--rank 0 runs one again"
+    )
+    call = find_bundle(run, 3, "critic", 0)
+    assert call.read_arguments() == {"loss": FatalLoss(folder=str(run))}
+    assert call.state is not None
+    ids = call.read_batches()["batch"]["response_ids"].values()
+    assert torch.equal(ids, build_rows()["response_ids"].values())
+    seen = []
+    for iteration in (2, 3):
+        with executor.trace.label(iteration=iteration):
+            critic.update_critic(build_rows(), FatalLoss(folder=str(run), ends=False)).result()
+        seen.append((run / "seen").read_text())
+    assert len(set(seen)) == 1  # of the process that ended: it stays until the call is made again
+    assert describe_recorded(run, 3) is None
+    with executor.trace.label(iteration=2):
+        critic.update_critic(build_rows(), FatalLoss(folder=str(run), ends=False)).result()
+    assert (run / "seen").read_text() == "[]"
+    drop_states(run, 3)
+    assert list((run / "replay").glob("*/*")) == []

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.resume import reopen
+from hf_algorithms.replay import describe_recorded, drop_states
 from hf_algorithms.run_stop import RunStop
 from hf_controller import LostClusterError, RemoteCallError
 from hf_protocols import BackendError, HybridFlowError, WorkerError
@@ -49,7 +51,12 @@ class Restarts:
     _is_due: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.stop = RunStop(self.config, time.monotonic())
+        self.stop = RunStop(self.config, time.monotonic(), self._settle)
+
+    @property
+    def failed(self) -> frozenset[int]:
+        """Iterations that failed. Their calls are recorded while they run: a second failure finds them on disk."""
+        return frozenset(self._failed)
 
     def decide(self, error: BaseException, iteration: int, where: str) -> str | None:
         """Decides after a failure; returns the line that says of the restart, or None: the run ends.
@@ -63,6 +70,8 @@ class Restarts:
             return None
         if iteration in self._failed:
             error.add_note(f"iteration {iteration} failed twice, so that the run is not restarted")
+            if recorded := describe_recorded(Path(self.config.output_dir).resolve(), iteration):
+                error.add_note(recorded)
             return None
         if self.num_made == self.config.max_restarts:
             error.add_note(f"run.max_restarts = {self.config.max_restarts} restarts were made before")
@@ -83,6 +92,11 @@ class Restarts:
         """Waits before a restart."""
         if self.num_made > 1:
             time.sleep(min(_LONGEST_PAUSE_S, _PAUSE_S * 2 ** (self.num_made - 2)))
+
+    def _settle(self, iteration: int) -> None:
+        """Removes what was recorded of an iteration that failed before and has now ended well."""
+        if iteration in self._failed:
+            drop_states(Path(self.config.output_dir), iteration)
 
     def _may_pass(self, error: BaseException) -> bool:
         """Returns True for processes and clusters that are gone, and for what ranks raise or miss in an iteration.

@@ -112,7 +112,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             }
             summary = RunSummary(attempt, executor, memory, command="train", facts=facts, note=display.note)
             stack.enter_context(summary)
-            roles = build_roles(executor, config, plan, inputs, search_path)
+            roles = build_roles(executor, config, plan, inputs, search_path, failed=attempt.restarts.failed)
             if spare := inputs.model.num_spare_logits:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)

@@ -29,10 +29,12 @@ class RunStop:
     Args:
         config: `[run]`.
         started_s: of `time.monotonic`, when the run was started.
+        after: called with each iteration that has ended well.
     """
 
-    def __init__(self, config: RunConfig, started_s: float) -> None:
+    def __init__(self, config: RunConfig, started_s: float, after: Callable[[int], None] = lambda _: None) -> None:
         self._config = config
+        self._after = after
         self._started_s = started_s
         self._before: dict[int, Any] = {}
         self._timers: list[threading.Timer] = []
@@ -77,6 +79,7 @@ class RunStop:
         with self:
             for iteration in range(first, last + 1):
                 iterate(iteration)
+                self._after(iteration)
                 if self._is_decided:
                     break
         return self._is_decided

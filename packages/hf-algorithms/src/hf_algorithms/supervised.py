@@ -133,7 +133,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             command = config.recipe.name.replace("_", "-")
             summary = RunSummary(attempt, executor, memory, command=command, facts=facts, note=display.note)
             stack.enter_context(summary)
-            roles = build_roles(executor, config, plan, inputs, search_path)
+            roles = build_roles(executor, config, plan, inputs, search_path, failed=attempt.restarts.failed)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
             stop = attempt.restarts.stop
             run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, stop)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_algorithms.replay import Recorder
+from hf_algorithms.replay import Recorder, build_recording_worker
 from hf_algorithms.roles import Roles
 from hf_algorithms.workers import EVALUATED, RoleSetup
 from hf_controller import WorkerSpec, build_pools
@@ -24,16 +24,25 @@ __all__ = ["build_roles", "build_sampling"]
 
 
 def build_roles(
-    executor: Executor, config: Config, plan: MappingPlan, inputs: ModelInputs, search_path: Sequence[str]
+    executor: Executor,
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    search_path: Sequence[str],
+    *,
+    failed: Collection[int] = (),
 ) -> Roles:
     """The worker groups of every pool; models that share a pool share one process per slot.
+
+    Args:
+        failed: iterations whose calls are recorded while they run.
 
     Raises:
         HybridFlowError: for roles that do not fit their pool or one another, or what a worker's constructor raised.
     """
     groups = {}
     for name, pool in build_pools(plan).items():
-        specs = {role: _build_spec(role, config, plan, inputs, search_path) for role in plan.roles_of(name)}
+        specs = {role: _build_spec(role, config, plan, inputs, search_path, failed) for role in plan.roles_of(name)}
         groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
     executor.wait_until_ready()
     unscored = () if config.reward.evaluates_model else EVALUATED
@@ -62,7 +71,12 @@ def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> S
 
 
 def _build_spec(
-    role: str, config: Config, plan: MappingPlan, inputs: ModelInputs, search_path: Sequence[str]
+    role: str,
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    search_path: Sequence[str],
+    failed: Collection[int],
 ) -> WorkerSpec:
     declared, placed = config.recipe.role(role), plan.models[role]
     worker = declared.load_worker()
@@ -72,8 +86,11 @@ def _build_spec(
     )
     configure = getattr(worker, "configure", None)
     kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
+    recorder = Recorder(run=str(Path(config.run.output_dir).resolve()), kwargs=dict(kwargs))
     if getattr(worker, "records_updates", False) and _takes_recorder(worker):
-        kwargs["recorder"] = Recorder(run=str(Path(config.run.output_dir).resolve()), kwargs=dict(kwargs))
+        kwargs["recorder"] = recorder
+    if failed:
+        worker = build_recording_worker(worker, recorder, failed)
     topology = Topology(placed.train or ParallelSpec(), placed.generation)
     balances = declared.has_model and config.training.balance_tokens
     return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed, balance_tokens=balances)

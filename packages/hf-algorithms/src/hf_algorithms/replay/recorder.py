@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from hf_algorithms.workers._trained import TrainedWorker
+    from hf_controller import WorkerContext
 
-__all__ = ["CALL", "REPLAY", "SCHEMA", "STATE", "Recorder", "record_call"]
+__all__ = ["CALL", "REPLAY", "SCHEMA", "STATE", "Recorder", "describe_replay", "record_call", "write_call"]
 
 REPLAY = "replay"
 """Folder of a run that holds recorded calls: `replay/<iteration>/<role>/rank-<rank>`."""
@@ -86,10 +87,41 @@ def _record(
     with_state: bool,
 ) -> str:
     """Writes the call; returns a note for the error: how the call is run again, or why it was not recorded."""
-    recorder, context = worker.recorder, worker.context
-    if recorder is None:
+    if worker.recorder is None:
         return ""
     worker.has_recorded = True
+    save_state = worker.save_state_apart if with_state else None
+    try:
+        write_call(worker.recorder, worker.context, method, arguments, batches, error=error, save_state=save_state)
+    except (OSError, StateError) as problem:
+        return f"the call was not recorded: {problem}"
+    return describe_replay(worker.recorder.run, worker.context.labels.get("iteration", 0), worker.context)
+
+
+def write_call(
+    recorder: Recorder,
+    context: WorkerContext,
+    method: str,
+    arguments: Mapping[str, Any],
+    batches: Mapping[str, TensorDict],
+    *,
+    error: BaseException | None = None,
+    save_state: Callable[[str], None] | None = None,
+) -> None:
+    """Writes a call; one that was recorded in the same place is gone before.
+
+    Args:
+        recorder: of the worker.
+        context: of the worker.
+        method: that is called.
+        arguments: by name, without the batch.
+        batches: rows of this rank, by name.
+        error: with which the call ended.
+        save_state: writes the state of the model into a folder; collective. None: it is not recorded.
+
+    Raises:
+        OSError, StateError: if something cannot be written.
+    """
     iteration = context.labels.get("iteration", 0)
     of_role = Path(recorder.run, REPLAY, str(iteration), context.role)
     folder = of_role / f"rank-{context.rank}"
@@ -106,20 +138,21 @@ def _record(
         "worker": encode_value(recorder.kwargs),
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
     }
-    try:
-        if with_state and context.rank == 0:
-            shutil.rmtree(of_role / STATE, ignore_errors=True)
-        with suppress(OSError):
-            (folder / CALL).unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, batch in batches.items():
-            write_batch(folder / f"{name}.safetensors", batch)
-        if with_state:
-            worker.save_state_apart(str(of_role / STATE))
-        write_text(folder / CALL, json.dumps(body, allow_nan=False, indent=2) + "\n")
-    except (OSError, StateError) as problem:
-        return f"the call was not recorded: {problem}"
+    if save_state is not None and context.rank == 0:
+        shutil.rmtree(of_role / STATE, ignore_errors=True)
+    with suppress(OSError):
+        (folder / CALL).unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, batch in batches.items():
+        write_batch(folder / f"{name}.safetensors", batch)
+    if save_state is not None:
+        save_state(str(of_role / STATE))
+    write_text(folder / CALL, json.dumps(body, allow_nan=False, indent=2) + "\n")
+
+
+def describe_replay(run: str, iteration: int, context: WorkerContext) -> str:
+    """Returns the line that says how a recorded call is run again."""
     return (
-        f"hybridflow replay {recorder.run} --iteration {iteration} --role {context.role} --rank {context.rank} runs "
+        f"hybridflow replay {run} --iteration {iteration} --role {context.role} --rank {context.rank} runs "
         "this call again"
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, find_commits, read_commit
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.replay.values import ReplayError
+from hf_protocols import registered_methods
 from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught
 
@@ -28,6 +29,8 @@ def run_again(
     run: Path, call: RecordedCall, *, debug: bool = False, note: Callable[[str], None] = print
 ) -> dict[str, float]:
     """Builds the call's worker as one rank with the weights that it had, and calls its method with what it received.
+
+    A model's weights are loaded where it has some. The columns that a call returns are shown by their names.
 
     An update that the run would leave out is an error here. Rows of other ranks are not part of the call.
 
@@ -50,7 +53,8 @@ def run_again(
     config = parse_config(dict(origin.sections), search_path=origin.search_path, command=None)
     spec = _build_spec(config, call, debug=debug)
     batches, arguments = call.read_batches(), call.read_arguments()
-    state, said = _find_state(run, call)
+    has_model = "load_state" in registered_methods(spec.worker)
+    state, said = _find_state(run, call) if has_model else (None, "of a role that has no model")
     note(
         f"{call.role}.{call.method} of rank {call.rank} in iteration {call.iteration}: {len(batches['batch'])} rows, "
         f"{said}"
@@ -63,12 +67,15 @@ def run_again(
         if "pretraining" in batches:
             group.hold_pretraining(executor.put(batches["pretraining"])).result()
         with Caught() as caught:
-            found: dict[str, float] = getattr(group, call.method)(executor.put(batches["batch"]), **arguments).result()
+            found = getattr(group, call.method)(executor.put(batches["batch"]), **arguments).result()
         if caught.error is not None:
             if debug and caught.error.__cause__ is not None:
                 pdb.post_mortem(caught.error.__cause__.__traceback__)
             raise caught.error
-    return found
+    if isinstance(found, dict) and all(isinstance(each, float) for each in found.values()):
+        return found
+    note(f"returned {_describe(found)}")
+    return {}
 
 
 def _build_spec(config: Config, call: RecordedCall, *, debug: bool) -> WorkerSpec:
@@ -81,8 +88,9 @@ def _build_spec(config: Config, call: RecordedCall, *, debug: bool) -> WorkerSpe
     worker = config.recipe.role(call.role).load_worker()
     if not callable(getattr(worker, call.method, None)):
         raise ReplayError(f"{call.folder}: {worker.__name__} has no method {show(call.method)}")
-    kwargs = call.read_worker() | {"offload": False}
-    kwargs["training"] = replace(kwargs["training"], on_nonfinite="stop")
+    kwargs = call.read_worker()
+    if "training" in kwargs:
+        kwargs |= {"offload": False, "training": replace(kwargs["training"], on_nonfinite="stop")}
     if "rollout" in kwargs:
         kept = {name: value for name, value in kwargs.get("rollout_options", {}).items() if name == "lora"}
         kwargs |= {"rollout": "transformers", "rollout_options": kept}
@@ -102,6 +110,13 @@ def _stopping(worker: type[Any], method: str) -> type[Any]:
         return pdb.Pdb(nosigint=True).runcall(written, self, *args, **kwargs)
 
     return type(worker.__name__, (worker,), {method: call})
+
+
+def _describe(found: Any) -> str:
+    """What a call returned that are not metrics."""
+    if hasattr(found, "batch_size"):
+        return f"{len(found)} rows with {', '.join(sorted(map(str, found.keys())))}"
+    return show(found)
 
 
 def _find_state(run: Path, call: RecordedCall) -> tuple[Path | None, str]:
