@@ -267,7 +267,7 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
 
 
 class RowIndex:
-    """Where every row is held, worked out once: finds the pieces of one consumer after another.
+    """Index of the rank that holds every row, worked out once: finds the pieces of one consumer after another.
 
     Args:
         held: for every producer rank the logical rows it holds, in local order; no row twice.
