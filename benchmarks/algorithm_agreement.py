@@ -37,7 +37,7 @@ RELATIVE, NEAR_ZERO = 1e-5, 1e-2
 """Bounds of a metric: smaller ones may differ by 1e-7."""
 HERE = str(Path(__file__).resolve().parent)
 
-NOT_COMPARED = ("time/", "perf/", "memory/")
+NOT_COMPARED = ("time/", "perf/", "memory/", "batch/")
 """Prefixes of metrics that measure the machine."""
 
 
@@ -160,8 +160,8 @@ def _recorded() -> Iterator[list[list[list[int]]]]:
     found: list[list[list[int]]] = []
     build = run_module.build_roles
 
-    def build_recorded(*args: Any) -> Any:
-        roles = build(*args)
+    def build_recorded(*args: Any, **kwargs: Any) -> Any:
+        roles = build(*args, **kwargs)
         group = roles.having("generate_sequences")
         generate = group.generate_sequences
 

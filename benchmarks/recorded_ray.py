@@ -200,6 +200,6 @@ def recorded_ray() -> Iterator[RecordedRay]:
             stack.enter_context(mock.patch.object(ray, name, return_value=value))
         stack.enter_context(mock.patch.object(executor_module, "Cluster", _RecordedCluster))
         stack.enter_context(mock.patch.object(executor_module, "place", place))
-        stack.enter_context(mock.patch.object(executor_module, "start_slicer", return_value=(None, "recorded")))
+        stack.enter_context(mock.patch.object(executor_module, "_start_slicer", return_value=(None, "recorded")))
         stack.enter_context(mock.patch.object(host_set_module, "_start_host", start_host))
         yield recorded

@@ -44,3 +44,9 @@ def test_texts_come_back_from_their_bytes() -> None:
     texts = ["122", "", "zw\u00f6lf \u20ac"]
     column = to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
     assert decode_text(column) == texts
+
+
+def test_rows_are_cut_to_a_dense_column():
+    padded = torch.arange(8.0).view(2, 4)
+    assert [row.tolist() for row in unpad_rows(padded, torch.zeros(2, 3)).unbind()] == [[0, 1, 2], [4, 5, 6]]
+    assert [row.tolist() for row in unpad_rows(padded, torch.zeros(2, 9)).unbind()] == padded.tolist()

@@ -79,7 +79,7 @@ def test_vanilla_on_whole_models_has_no_redundancy() -> None:
 def test_sizes_that_do_not_nest_have_no_formula() -> None:
     with pytest.raises(TopologyError, match=r"gen_pp_size\s+dividing pp_size=1 and gen_tp_size dividing tp_size=1"):
         compute_transition_cost(1.0, layout("1-1-8", "1-2"))
-    with pytest.raises(TopologyError, match="give generation"):
+    with pytest.raises(TopologyError, match="generation sizes that nest"):
         compute_transition_cost(1.0, Topology(ParallelSpec(tp_size=4)))
 
 

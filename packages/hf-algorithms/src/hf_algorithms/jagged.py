@@ -28,10 +28,12 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
 
 
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The rows of ``padded`` [B, T] cut to the lengths of the jagged column ``like``."""
-    lengths = _read_rows(like)[2].clamp(max=padded.shape[1])
+    """The rows of ``padded`` [B, T] cut to the lengths of the column ``like``, jagged or dense."""
+    longest = padded.shape[1]
+    lengths = _read_rows(like)[2] if like.is_nested else torch.full((len(like),), like.shape[1], device=like.device)
+    lengths = lengths.clamp(max=longest)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    values = padded[torch.arange(padded.shape[1], device=lengths.device) < lengths[:, None]]
+    values = padded[torch.arange(longest, device=lengths.device) < lengths[:, None]]
     jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return jagged
 
