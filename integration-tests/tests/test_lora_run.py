@@ -175,7 +175,7 @@ def test_supervised_commands_leave_adapters(
         ),
         (
             ["model.lora.targets=['q_prj']"],
-            "model.lora.targets=['q_prj']: no linear layer of this LlamaForCausalLM is named 'q_prj'. The nearest are",
+            "model.lora.targets=['q_prj']: no linear layer of the model is named 'q_prj'. Did you mean q_proj",
         ),
         (["roles.critic.backend='megatron'"], "roles.critic.backend = 'megatron': it trains whole weights only"),
         (["model.lora.rank=0"], "model.lora.rank = 0: must be at least 1"),

@@ -188,7 +188,7 @@ def test_a_given_plan_with_more_ranks_than_rows(
     config = build(rollout=rollout, algorithm=algorithm, cluster={"gpus_per_machine": 4})
     message = str(refusal(config, plan_of(4)))
     assert message.startswith(start)
-    assert message.splitlines()[0].endswith("Raise rollout.batch_size, or give a plan with fewer ranks")
+    assert message.splitlines()[0].endswith("Raise rollout.batch_size, or use a plan with fewer ranks")
 
 
 def test_more_prompts_than_rows_are_epochs(build: Callable[..., Config], tmp_path: Path) -> None:
