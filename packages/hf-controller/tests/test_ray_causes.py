@@ -119,7 +119,7 @@ CAUSES = {
 @pytest.mark.parametrize("argument", CAUSES)
 def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument, tmp_path):
     command = [sys.executable, "-c", CAUSES_PROGRAM, argument, str(tmp_path / "saved")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert (tmp_path / "saved").exists() is (argument == "a pool that is late")  # whose other pools go on
     if CAUSES[argument] is not None:
         assert done.returncode == 1
