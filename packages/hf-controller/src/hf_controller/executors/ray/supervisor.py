@@ -241,7 +241,7 @@ class Supervisor:
                 self._end_of_process(call.host_set, call.host_set.processes[rank], error)
                 return
         unread = {rank for rank, each in call.failures.items() if each.lost_from in self._makers}
-        failures = {rank: self._makers.get(each.lost_from or "", each) for rank, each in call.failures.items()}
+        failures = self._name_makers(call)
         failures |= {rank: self._lost_input(call, rank) for rank in call.lost}
         passed_on = call.passed_on | call.lost.keys() | unread
         is_partial = bool(call.find_unread())
@@ -252,6 +252,10 @@ class Supervisor:
         if is_partial and call.grace_s < _GRACE_S and went_alike(failures, failures, passed_on):
             return  # the others are about to say the same
         self._settle(call)
+
+    def _name_makers(self, call: CallState) -> dict[int, Failure]:
+        """The failures of a call's ranks; of a lost input the failure of the process that made it."""
+        return {rank: self._makers.get(each.lost_from or "", each) for rank, each in call.failures.items()}
 
     def _lost_input(self, call: CallState, rank: int) -> Failure:
         """Returns the reason why Ray could not bring a rank its inputs."""
@@ -348,7 +352,7 @@ class Supervisor:
             if call.find_unread() or call.lost or call.origin == failure.origin or felt_it:
                 call.failure = failure
             elif call.failures:  # it was over before
-                call.failure = call.choose(call.failures)
+                call.failure = call.choose(self._name_makers(call))
 
     def _describe_others(self, members: Sequence[HostSet], failure: Failure) -> str:
         """Describes the activity of the other ranks, as far as it is known here."""
