@@ -146,7 +146,7 @@ def main() -> int:
 
 
 def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Writes the model, its tokenizer and the stored batch; returns what every process is told."""
+    """Writes the model, its tokenizer and the stored batch; returns the settings that every process reads."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -201,7 +201,7 @@ def _write_batch(workload: Workload, path: Path) -> None:
 
 
 def _pass_gate(given: Mapping[str, Any], python: Mapping[str, Path]) -> bool:
-    """Whether both sides make the same update of the stored batch."""
+    """Returns True if both sides make the same update of the stored batch."""
     from safetensors.torch import load_file
 
     answers, gradients = {}, {}

@@ -20,7 +20,7 @@ __all__ = ["WORKLOADS", "Pacer", "Workload", "draw_prompts", "open_answers", "sc
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """What is generated and trained in an iteration of one optimizer step."""
+    """The samples and sizes of an iteration, which has one optimizer step."""
 
     hidden_size: int
     intermediate_size: int

@@ -31,7 +31,7 @@ NUM_COLUMNS_ANSWERED = 4
 
 
 class RecordedRay:
-    """What was sent, and the objects.
+    """The messages sent so far, and the stored objects.
 
     Attributes:
         sent_bytes: bytes of all messages to ranks, references in them included, and of what was put for them.

@@ -114,7 +114,7 @@ CALL_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Struck:
-    """What became of a program that was struck by a fault.
+    """The end of a program that was struck by a fault.
 
     Attributes:
         run: number of the run.

@@ -133,7 +133,7 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
         ({"recipe": "{stem}:step"}, r"step is not a Recipe in .*\.py\. Did you mean MINE"),
         ({"recipe": "{stem}"}, r"it does not name a recipe\. Write module:RECIPE or file\.py:RECIPE"),
         ({"recipe": "a-b:MINE"}, r"'a-b' is not a module's name"),
-        ({"recipe": "no_such_module_here:MINE"}, r"there is no module 'no_such_module_here' on Python's path"),
+        ({"recipe": "no_such_module_here:MINE"}, r"no module 'no_such_module_here' is on Python's path"),
         ({"recipe": "{folder}/absent.py:MINE"}, r"there is no file .*absent\.py\. Give the path of a Python file"),
         ({"recipe": "{folder}/math.py:MINE"}, r"another module is named 'math'"),
         ({"recipe": "{stem}:OTHER"}, r"it is named 'other', and its Config has the name 'mine'\. Write name: Literal"),

@@ -89,8 +89,8 @@ def results(backend, batch, head="lm"):
     return found
 
 
-def check_close(found, expected, scale=1e-5):
-    """Differences are bounded by the float32 rounding of sums in another order."""
+def check_close(found, expected, scale=5e-6):
+    """Differences are bounded by the float32 rounding of sums in another order; the largest seen is 2.2e-6."""
     assert found.keys() == expected.keys()
     largest = max(float(each.abs().max()) for name, each in expected.items() if name.startswith("gradient"))
     for name, each in expected.items():

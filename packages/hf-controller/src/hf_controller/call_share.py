@@ -1,4 +1,4 @@
-"""What all ranks of a call work out alike: done once for those that run in one process.
+"""Results that all ranks of a call work out alike, computed once for those that run in one process.
 
 A rank in a process of its own works it out for itself, in time that grows with the number of ranks. Ranks that share a
 process would otherwise take that time each.
@@ -19,7 +19,7 @@ __all__ = ["CallShare"]
 
 
 class CallShare:
-    """What the ranks of one call have in common.
+    """The tables and splits that the ranks of one call share.
 
     Args:
         spec: the method's registration.

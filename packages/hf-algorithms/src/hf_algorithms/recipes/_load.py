@@ -73,7 +73,7 @@ def _import(name: str, label: str) -> Any:
     def describe(error: BaseException) -> ConfigError:
         missing = isinstance(error, ModuleNotFoundError) and error.name
         if missing and (name == missing or name.startswith(f"{missing}.")):
-            return ConfigError(f"{label}: there is no module {show(missing)} on Python's path")
+            return ConfigError(f"{label}: no module {show(missing)} is on Python's path. Correct the name")
         return ConfigError(f"{label}: its module raised {describe_raised(error)}")
 
     importlib.invalidate_caches()

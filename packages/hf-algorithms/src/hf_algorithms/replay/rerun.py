@@ -113,7 +113,7 @@ def _stopping(worker: type[Any], method: str) -> type[Any]:
 
 
 def _describe(found: Any) -> str:
-    """What a call returned that are not metrics."""
+    """Returns a description of a result that has no metrics."""
     if hasattr(found, "batch_size"):
         return f"{len(found)} rows with {', '.join(sorted(map(str, found.keys())))}"
     return show(found)
