@@ -18,6 +18,8 @@ import pytest
 import torch
 
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
+from hf_controller.executors.ray import host_process
+from hf_controller.executors.ray.process_end import ProcessWatch
 from hf_controller.failures import Deadline
 from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 
@@ -204,6 +206,21 @@ def fail_in_construction(executor, pool, how, monkeypatch):
     assert re.search(wanted, said), said
     assert "on pool 'actor' was ended: actor" in said
     assert executor.built_on(pool) == []
+
+
+def test_a_process_gone_before_it_is_watched_ends_as_ray_says(ray_executor, pools, monkeypatch):
+    class LateWatch(ProcessWatch):
+        def __init__(self, pid):
+            until_s = time.monotonic() + 5.0
+            while is_alive(pid) and time.monotonic() < until_s:
+                time.sleep(0.05)
+            super().__init__(pid)
+
+    monkeypatch.setattr(host_process, "ProcessWatch", LateWatch)
+    spec = WorkerSpec(worker=Member, topology=SPEC.topology, kwargs={"how": "exit"})
+    with pytest.raises(WorkerError, match=r"process actor/1 is gone: The actor") as raised:
+        ray_executor.build_groups(pools["actor"], {"actor": spec})
+    assert "it ended (" not in str(raised.value)
 
 
 def test_mistakes_that_all_ranks_agree_on_leave_the_group(ray_executor, pools):

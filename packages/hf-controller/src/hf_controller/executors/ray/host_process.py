@@ -147,10 +147,14 @@ class HostProcess:
 
 
 def describe_death(
-    process: HostProcess, *, role: str, method: str, rank: int, end: ProcessEnd | None = None, error: RayError | None
+    process: HostProcess, *, role: str, method: str, rank: int, error: RayError | None, inquirer: Inquirer
 ) -> Failure:
     """Describe the end of a process that ran ``role.method``, or was given it: as the system says it, else as Ray."""
+    end = process.find_end()
     process.is_gone = True
+    if not str(end or "") and error is None:  # it was gone before it could be watched: Ray knows how, or will soon
+        dead = find_dead([process], inquirer, DEATH_IS_KNOWN_S)
+        error = dead and dead[1]
     how = str(end or "") or (in_one_line(error) if error is not None else "it ended")
     where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
     return Failure(

@@ -247,7 +247,7 @@ def await_answers(
         ready = waiter.wait_slice(pending)
         if time.monotonic() - begun_s > _GAP_S:
             ends_s += time.monotonic() - begun_s  # this process stood still
-        answers = {asked[handle]: _failure(handle, asked[handle], method) for handle in ready}
+        answers = {asked[handle]: _failure(handle, asked[handle], method, inquirer) for handle in ready}
         failures = {process: failure for process, failure in answers.items() if failure is not None}
         dead = [process for handle in pending if (process := asked[handle]).find_end() is not None]
         if dead or failures:
@@ -255,8 +255,8 @@ def await_answers(
             left = [process for handle in pending if not (process := asked[handle]).is_watched]
             lost = None if dead or len(asked) == 1 else find_dead(left, inquirer, DEATH_IS_KNOWN_S)
             if lost is not None:
-                return Undone(_describe(lost[0], method, lost[1]), [lost[0], *failures])
-            first = _describe(dead[0], method, None) if dead else next(iter(failures.values()))
+                return Undone(_describe(lost[0], method, lost[1], inquirer), [lost[0], *failures])
+            first = _describe(dead[0], method, None, inquirer) if dead else next(iter(failures.values()))
             return Undone(first, [*dead, *failures])
         pending = [handle for handle in pending if handle not in ready]
         if pending and time.monotonic() > ends_s:
@@ -281,14 +281,14 @@ def _to_timeout(
     return WorkerTimeoutError(f"{head}\n{diagnosed(describe)}")
 
 
-def _failure(handle: Any, process: HostProcess, method: str) -> Failure | None:
+def _failure(handle: Any, process: HostProcess, method: str, inquirer: Inquirer) -> Failure | None:
     try:
         answer = ray.get(handle)
     except RayError as error:
-        return _describe(process, method, error)
+        return _describe(process, method, error, inquirer)
     return answer if isinstance(answer, Failure) else None
 
 
-def _describe(process: HostProcess, method: str, error: RayError | None) -> Failure:
+def _describe(process: HostProcess, method: str, error: RayError | None, inquirer: Inquirer) -> Failure:
     role = process.label.rpartition("/")[0]
-    return describe_death(process, role=role, method=method, rank=process.rank, end=process.find_end(), error=error)
+    return describe_death(process, role=role, method=method, rank=process.rank, error=error, inquirer=inquirer)

@@ -209,8 +209,8 @@ class Supervisor:
             role=role if method else host_set.name,
             method=method or "__init__",
             rank=process.rank,
-            end=process.find_end(),
             error=error,
+            inquirer=self._inquirer,
         )
         self._end(host_set, found)
 
