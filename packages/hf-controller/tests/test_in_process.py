@@ -116,7 +116,7 @@ for _ in range(2):
 
 
 def test_ranks_of_a_larger_group_do_not_run_beside_a_default_group(model):
-    with InProcessExecutor() as executor, pytest.raises(ProtocolError, match="rank 0 of 2 cannot run beside"):
+    with InProcessExecutor() as executor, pytest.raises(ProtocolError, match="rank 0 of 2 cannot run in a process"):
         build(executor, ranks=2)
 
 

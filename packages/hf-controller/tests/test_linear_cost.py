@@ -1,4 +1,4 @@
-"""What a call costs grows with the number of its ranks, not with its square: operations are counted, not seconds."""
+"""The cost of a call is linear in its number of ranks, not quadratic: operations are counted, not seconds."""
 
 from __future__ import annotations
 

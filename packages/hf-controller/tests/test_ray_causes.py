@@ -81,7 +81,7 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, call_timeout_s=time
         for _ in range(3):
             pair.echo(batch, seconds=4)
         pair.save(sys.argv[2])
-    elif sys.argv[1] == "a death of which it was told that it is late":
+    elif sys.argv[1] == "a death after a timeout":
         try:
             single.die(0, seconds=2).wait(timeout_s=0.5)
         except WorkerTimeoutError:
@@ -109,7 +109,7 @@ CAUSES = {
     "a death behind its peer's error": r"pair\.die on rank 1 failed: .*process pair/1 is gone",
     "an input that was released": r"LostResultError: an earlier call's result is lost with its process",
     "a pool that is late": r"WorkerTimeoutError: single\.echo is not done after 8 s on rank\(s\) 0:",
-    "a death of which it was told that it is late": r"single\.die on rank 0 failed: .*process single/0 is gone",
+    "a death after a timeout": r"single\.die on rank 0 failed: .*process single/0 is gone",
     "a reader of a survivor's copy": None,
     "deaths and failures apart": None,
 }

@@ -125,7 +125,7 @@ def test_a_conjugated_view_travels_as_its_values():
 
 
 def count_metadata_bytes(num_rows):
-    """What a reader learns of a shard before it fetches rows that were chosen one by one: metadata and lengths."""
+    """Returns the bytes that a reader gets before it fetches rows that were chosen one by one: metadata and lengths."""
     rows = RowSelection.from_rows(torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).tolist())
     offsets = torch.arange(num_rows + 1)
     columns = {name: torch.nested.nested_tensor_from_jagged(torch.zeros(num_rows), offsets) for name in "abc"}

@@ -270,7 +270,7 @@ def test_exports_load_with_peft_and_transformers(ranks2, models, tmp_path):
     )
     for name, tensor in merged.items():
         torch.testing.assert_close(again[name], tensor, rtol=0, atol=1e-6, msg=name)
-    assert (tmp_path / "again" / "tokenizer.json").is_file(), "the base's, as the adapter has none"
+    assert (tmp_path / "again" / "tokenizer.json").is_file(), "copied from the base: the adapter has no tokenizer"
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == LORA.rank
 
 

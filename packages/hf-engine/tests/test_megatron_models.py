@@ -148,7 +148,7 @@ def refuse_layouts(model, three_heads):
     refused("no context parallelism, got cp_size=2", cp_size=2)
     with pytest.raises(BackendError, match="num_kv_heads=3 do not divide evenly by tp_size=2 in training"):
         build(three_heads, Topology(ParallelSpec(tp_size=2)))
-    refused("ep_size=2 spreads experts over ranks, and llama has none", dp_size=2, ep_size=2)
+    refused("ep_size=2 spreads experts over ranks, and llama has no experts", dp_size=2, ep_size=2)
     refused("order='contiguous' with pp_size=2 and ep_size=2", pp_size=2, dp_size=2, ep_size=2, order="contiguous")
     with pytest.raises(ValueError, match="the topology has 4 ranks, the default process group 2"):
         build(model, Topology(ParallelSpec(dp_size=4)))

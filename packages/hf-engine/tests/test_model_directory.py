@@ -165,7 +165,7 @@ PARAMETERS = {
     "a score": (lambda w: w.update({"score.weight": w.pop("lm_head.weight")[:1]}), "is a reward model or sequence cl"),
     "a classifier": (lambda w: w.update({"classifier.bias": torch.zeros(2)}), "is a reward model or sequence cl"),
     "a value head": (lambda w: w.update({"value_head.weight": w.pop("lm_head.weight")[:1]}), "is a critic: it holds"),
-    "a value head beside": (lambda w: w.update({"v_head.summary.weight": torch.zeros(1, 64)}), "is a reward model or"),
+    "a value head too": (lambda w: w.update({"v_head.summary.weight": torch.zeros(1, 64)}), "is a reward model or"),
 }
 
 

@@ -1,7 +1,7 @@
 """Results of calls that may not have happened yet, and the algebra of batches on them.
 
-Nothing here moves a tensor before :meth:`BatchFuture.result`: a future is a tree over earlier calls
-(:mod:`hf_controller.expressions`), and a call that gets it as an argument sends the tree on.
+Nothing here moves a tensor before `BatchFuture.result`: a future is a tree over earlier calls
+(`hf_controller.expressions`), and a call that gets it as an argument sends the tree on.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class BatchFuture:
     """A batch that calls will have made: rows by columns, spread over ranks.
 
     Given to another group's method, its rows move from the ranks that hold them to the ranks that need them. Every
-    method here answers at once with another future; mistakes in rows or columns are raised where the batch is first
-    used, by the call or by :meth:`result`.
+    method here returns another future at once. Mistakes in rows or columns are raised where the batch is first used,
+    by the call or by `result`.
     """
 
     def __init__(self, expression: Expression, store: ObjectStore, timeout_s: float) -> None:
@@ -101,37 +101,37 @@ class BatchFuture:
         return self._with(Rows(self._expression, as_selection(index)))
 
     def split(self, count: int) -> tuple[BatchFuture, ...]:
-        """``count`` consecutive parts whose sizes differ by at most one, larger first; 2**20 parts at most."""
+        """Returns `count` consecutive parts whose sizes differ by at most one, larger first; 2**20 parts at most."""
         check_count(BatchError, "split: count", count)
         if count > _MAX_PARTS:
             raise BatchError(f"split: count={show(count)} is more than {_MAX_PARTS} parts, each a future: give fewer")
         return tuple(self._with(Chunk(self._expression, index, count)) for index in range(count))
 
     def repeat(self, times: int) -> BatchFuture:
-        """Every row ``times`` times in a row: row r becomes rows r*times ... r*times+times-1."""
+        """Repeats each row `times` times: row r becomes rows r*times ... r*times+times-1."""
         check_count(BatchError, "repeat: times", times)
         return self._with(Repeat(self._expression, times))
 
     def concat(self, *others: BatchFuture) -> BatchFuture:
-        """The rows of ``others`` after these, in order; all must have the same columns.
+        """Appends the rows of `others` in order; all must have the same columns.
 
-        Many batches are joined fastest by one call: ``first.concat(*rest)``.
+        Many batches are joined fastest by one call: `first.concat(*rest)`.
         """
         return self._with(Concat.over([self._expression, *(self._expression_of(each, "concat") for each in others)]))
 
     def select(self, columns: Sequence[str]) -> BatchFuture:
-        """Only these columns; a name that ends in ``?`` is taken if it is there."""
+        """Returns these columns only; a name that ends in `?` is taken if the batch has it."""
         return self._with(Select(self._expression, check_columns(BatchError, "select", columns, may_lack=True)))
 
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
-        """Other names for some columns: ``{old: new}``."""
+        """Renames some columns: `{old: new}`."""
         if not isinstance(names, Mapping):
             raise BatchError(f"rename({show(names)}): give a mapping of old to new column names")
         check_columns(BatchError, "the names in rename", [*names, *names.values()], may_lack=False)
         return self._with(Rename(self._expression, tuple(names.items())))
 
     def union(self, other: BatchFuture) -> BatchFuture:
-        """The columns of both, row by row; of a column on both sides that of ``other`` stays.
+        """Joins the columns of both, row by row; of a column on both sides that of `other` stays.
 
         Both must have equally many rows.
         """
@@ -224,7 +224,7 @@ class CallFuture:
     Args:
         call: the call.
         store: the store of the call's executor.
-        maker: the call, for messages, such as ``"actor.update_actor"``.
+        maker: the call, for messages, such as `"actor.update_actor"`.
     """
 
     def __init__(self, call: PendingCall, store: ObjectStore, maker: str) -> None:
@@ -236,7 +236,7 @@ class CallFuture:
         raise ProtocolError(STAYS_HERE)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every rank is done; raises what :meth:`BatchFuture.wait` raises."""
+        """Wait until every rank is done. Raises the errors of `BatchFuture.wait`."""
         _check_deadline(timeout_s)
         self._call.wait(timeout_s)
 
@@ -249,14 +249,14 @@ class MetricsFuture(CallFuture):
     """Metrics of a call: (sum, count) pairs, merged over the collected ranks."""
 
     def result(self, timeout_s: float | None = None) -> dict[str, float]:
-        """Each metric's sum over its count; nan where the count is zero. Raises what :meth:`wait` raises."""
+        """Returns each metric's sum over its count; nan where the count is zero. Raises the errors of `wait`."""
         return {name: value / count if count else float("nan") for name, (value, count) in self.sums(timeout_s).items()}
 
     def sums(self, timeout_s: float | None = None) -> dict[str, tuple[float, float]]:
         """Each metric's (sum, count), to be merged with those of other calls by `hf_protocols.merge_metrics`.
 
-        A mean over several calls is the sum of their sums over the sum of their counts: calls that saw more count for
-        more. Raises what :meth:`wait` raises.
+        A mean over several calls is the sum of their sums over the sum of their counts: a call with a larger count
+        weighs more. Raises the errors of `wait`.
         """
         from hf_controller.results import Metrics
 
@@ -267,7 +267,7 @@ class ObjectFuture(CallFuture):
     """The object that one rank returns. Given to another group's method, the ranks there get the object."""
 
     def result(self, timeout_s: float | None = None) -> Any:
-        """The object. Raises what :meth:`wait` raises."""
+        """Returns the object. Raises the errors of `wait`."""
         from hf_controller.results import Value
 
         (outcome,) = self._wait_for_outcomes(timeout_s)
@@ -281,7 +281,7 @@ class ObjectFuture(CallFuture):
 
 
 class ListFuture(CallFuture):
-    """One result for each collected rank; it feeds only ``ALL_TO_ALL``, item i to rank i.
+    """One result for each collected rank; it feeds only `ALL_TO_ALL`, item i to rank i.
 
     Args:
         call: the call.
@@ -305,7 +305,7 @@ class ListFuture(CallFuture):
         return list(self._items)
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
-        """Every collected rank's batch or object, in rank order. Raises what :meth:`wait` raises."""
+        """Returns every collected rank's batch or object, in rank order. Raises the errors of `wait`."""
         from hf_controller.results import Value
 
         if isinstance(self._items[0], ObjectFuture):
@@ -360,7 +360,7 @@ def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
     """Refuse a future whose results lie in another executor's store.
 
     Raises:
-        ProtocolError: naming ``what`` the future was given to, what made it, and both stores.
+        ProtocolError: if the future is of another executor. Names `what` it was given to, its maker and both stores.
     """
     if isinstance(value, BatchFuture | CallFuture) and value.store is not store:
         made_by = value.expression.describe_makers() if isinstance(value, BatchFuture) else value.maker

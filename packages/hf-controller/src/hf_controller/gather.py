@@ -114,7 +114,7 @@ class BatchReader:
         return self._holder.bytes_from_afar
 
     def look_up(self, expressions: Iterable[Expression]) -> None:
-        """Fetch the metadata of every source below ``expressions``.
+        """Fetch the metadata of every source below `expressions`.
 
         Raises:
             UpstreamFailure: if the call behind a source failed.
@@ -132,7 +132,7 @@ class BatchReader:
             self._tables[source] = Table(shards, source.maker)
 
     def look_up_value(self, handle: Any) -> Any:
-        """The object that another call returned; raises what :meth:`look_up` raises."""
+        """Returns the object that another call returned. Raises the errors of `look_up`."""
         (outcome,) = self._store.get([handle], self._timeout_s)
         if isinstance(outcome, Failure):
             raise UpstreamFailure(outcome)
@@ -144,7 +144,7 @@ class BatchReader:
         return {source: table.extent for source, table in self._tables.items()}
 
     def read(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> TensorDict:
-        """``rows`` of ``columns``, in that order, as one batch on the host.
+        """Returns `rows` of `columns`, in that order, as one batch on the host.
 
         Where the rows of a column are neighbours in one shard on this machine, the tensor is a view of shared memory.
         """
@@ -157,7 +157,7 @@ class BatchReader:
         return TensorDict(tensors, batch_size=[len(rows)])
 
     def read_pieces(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> list[TensorDict]:
-        """The rows of :meth:`read` as one or more batches that follow one another, all of them views."""
+        """Returns the rows of `read` as one or more consecutive batches, all of them views."""
         from tensordict import TensorDict
 
         located = self._locate(expression, rows, columns)

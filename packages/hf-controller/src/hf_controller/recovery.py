@@ -59,7 +59,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
     if twice:
         raise PoolError(
             f"several of the pools {', '.join(repr(pool.name) for pool in standing)} have a group {', '.join(twice)}, "
-            "and new groups are told apart by role: rebuild these pools one by one"
+            "and new groups are distinguished by role only. Rebuild these pools one by one"
         )
     for pool in standing:
         executor.release(pool)

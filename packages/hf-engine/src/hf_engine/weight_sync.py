@@ -127,7 +127,7 @@ class WeightSync:
         self._bring_buffers()
         transfer = self._executor.run({}, buffers, version=version)
         if transfer.version is None or not self._plan.shipments:
-            raise ReshardError("no weights were sent: the layout of the target side holds none on any of its ranks")
+            raise ReshardError("no weights were sent: no rank of the target side holds a box in its layout")
         self._version = transfer.version
         return self._version
 

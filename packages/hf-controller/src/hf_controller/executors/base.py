@@ -37,8 +37,8 @@ class Executor(ABC):
     Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
     their results would be, except those that were already reported as late. The first failure
     that was not reported is then raised, with a note of the line that made the call. After an exception,
-    which stays the one that is raised, and in :meth:`close`, calls that are not over end at once, and failures are not
-    looked for.
+    which stays the one that is raised, and in `close`, calls that are not over end at once. Failures are not
+    looked for then.
 
     Attributes:
         trace: the spans of all calls.
@@ -60,11 +60,11 @@ class Executor(ABC):
     ) -> dict[str, WorkerGroup]:
         """Build one group per role on the pool's slots, and wait until every worker is constructed.
 
-        Without ``wait`` construction goes on in the background, so that several pools start together:
-        :meth:`wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
+        Without `wait` construction goes on in the background, so that several pools start together:
+        `wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
         After an error none of these groups is left; those that stood on the pool before stay.
 
-        Groups on one pool take turns. ``fused`` puts all of these roles into one process per slot, where they share
+        Groups on one pool take turns. `fused` puts all of these roles into one process per slot, where they share
         the default process group; else each role has its own process per slot.
 
         Raises:
@@ -84,10 +84,10 @@ class Executor(ABC):
 
     @abstractmethod
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on ``pool`` and give its slots back; the pool can then be built on again."""
+        """Close every group on `pool` and give its slots back; the pool can then be built on again."""
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group; see :func:`hf_controller.connect`."""
+        """Join two groups in one process group; see `hf_controller.connect`."""
         raise ProtocolError(
             f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}: "
             "use RayExecutor"
@@ -108,7 +108,7 @@ class Executor(ABC):
 
     @abstractmethod
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
-        """Returns the groups on ``pool`` as :meth:`build_groups` takes them: the roles of each set of processes."""
+        """Returns the groups on `pool` as `build_groups` takes them: the roles of each set of processes."""
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """Returns each rank's activity, process, machine and log, and the Python stack of its call.

@@ -162,16 +162,16 @@ def _raise_interrupt(failure: Failure) -> None:
 class InProcessExecutor(Executor):
     """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there.
 
-    A group of one rank runs everything, FSDP included: ``torch.distributed`` gets a gloo group of one rank, which goes
+    A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which goes
     when the executor is closed. The ranks of a larger group run one after another, with collective-free methods only: a
     collective raises at once. An exception is raised, as on Ray, when the result is asked for; the worker's own
-    exception is its cause. The ``environment`` of a spec is not set: it would be the program's own.
+    exception is its cause. The `environment` of a spec is not set: it would change the program's own.
 
     Args:
-        device: where the workers' tensors live, for example ``"cuda:0"``; None: the pool's kind.
+        device: where the workers' tensors live, for example `"cuda:0"`; None: the pool's kind.
 
     Raises:
-        ConfigError: for a device that is none.
+        ConfigError: for a name that is not a device.
     """
 
     def __init__(self, *, device: str | None = None) -> None:
@@ -192,7 +192,7 @@ class InProcessExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see :meth:`Executor.build_groups`. All is in one process, ready at once."""
+        """Build one group per role; see `Executor.build_groups`. All is in one process, ready at once."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -217,12 +217,12 @@ class InProcessExecutor(Executor):
         """Return at once: groups are ready when they are built."""
 
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on ``pool``."""
+        """Close every group on `pool`."""
         check_pool(pool)
         self._close([group for group in self._hosts if group.pool is pool])
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
-        """The roles on ``pool``; see :meth:`Executor.built_on`."""
+        """Returns the roles on `pool`; see `Executor.built_on`."""
         together: dict[int, dict[str, WorkerSpec]] = {}
         for group, hosts in self._hosts.items():
             if group.pool is pool:
@@ -258,8 +258,8 @@ class InProcessExecutor(Executor):
         if larger:
             raise ProtocolError(
                 f"{', '.join(roles)} on one rank cannot have a default process group in one process with "
-                f"{', '.join(larger)} on several: set needs_process_group = False in the worker class of the former if "
-                "it calls no collective, or use RayExecutor"
+                f"{', '.join(larger)} on several ranks. Set needs_process_group = False in the worker class of "
+                f"{', '.join(roles)} if it calls no collective, or use RayExecutor"
             )
         if not distributed.is_initialized():
             join_default_group(0, 1, device=self._device_of(pool), timeout_s=self.call_timeout_s)

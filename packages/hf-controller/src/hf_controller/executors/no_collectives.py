@@ -94,8 +94,8 @@ class RanksInTurn:
 def _join(rank: int, world_size: int) -> Any:
     if distributed.is_initialized():
         raise ProtocolError(
-            f"rank {rank} of {world_size} cannot run beside a default process group in one process, such as groups of "
-            "one rank make: set needs_process_group = False in their worker classes if they call no collective, close "
+            f"rank {rank} of {world_size} cannot run in a process that has a default process group, such as groups of "
+            "one rank make. Set needs_process_group = False in their worker classes if they call no collective, close "
             "their executor first, or use RayExecutor"
         )
     if _BACKEND.upper() not in distributed.Backend._plugins:

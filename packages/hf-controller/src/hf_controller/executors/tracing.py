@@ -59,7 +59,7 @@ class TracedCall:
         method: name of the method.
         spec: the method's registration.
         reads: where the rows of each column that the call reads come from, by the column's name. Each segment's source
-            has one shard, a `TracedResult`. Columns of a second batch argument have ``.1`` after the name.
+            has one shard, a `TracedResult`. Columns of a second batch argument have `.1` after the name.
         writes: columns that the call returns; none of metrics and objects.
         objects: the calls whose objects are arguments of this one.
         arguments: the other arguments as they were given, those by name last; without batches.
@@ -80,11 +80,11 @@ class TracingExecutor(Executor):
     """Writes down every call of its groups and makes none. No worker, no process and no cluster is started.
 
     A program runs on it as on any executor, up to the point where it needs values. Mistakes in roles, methods, columns
-    and arguments raise the same errors. ``.result()`` of metrics answers 0.0 for any name, so that a program which
-    branches on a metric runs through. ``.result()`` of a batch or an object raises ConfigError.
+    and arguments raise the same errors. `.result()` of metrics has 0.0 for any name, so that a program which
+    branches on a metric runs through. `.result()` of a batch or an object raises ConfigError.
 
-    Rows follow from a method's registration. ``"times"`` multiplies them by the ``n`` of an argument that has one
-    (``SamplingParams.n``); ``"unknown"`` is taken for ``"same"``. Of a method of ``ALL_TO_ALL`` the items of the first
+    Rows follow from a method's registration. `"times"` multiplies them by the `n` of an argument that has one
+    (`SamplingParams.n`); `"unknown"` is taken for `"same"`. Of a method of `ALL_TO_ALL` the items of the first
     rank are written down.
 
     Args:
@@ -94,7 +94,7 @@ class TracingExecutor(Executor):
         calls: the calls in the order in which they were made.
 
     Raises:
-        ConfigError: for a ``max_calls`` that is not a whole number of at least 1.
+        ConfigError: for a `max_calls` that is not a whole number of at least 1.
     """
 
     def __init__(self, *, max_calls: int = 100_000) -> None:
@@ -109,7 +109,7 @@ class TracingExecutor(Executor):
         self._built: dict[ResourcePool, list[dict[str, WorkerSpec]]] = {}
 
     def build_group(self, role: str, worker: type[Worker]) -> WorkerGroup:
-        """Returns a group of ``worker`` with one rank, on a pool of its own."""
+        """Returns a group of `worker` with one rank, on a pool of its own."""
         spec = WorkerSpec(worker=worker, topology=Topology(ParallelSpec(), GenerationSpec()))
         return self.build_groups(ResourcePool([1], device="cpu", name=role), {role: spec})[role]
 
@@ -128,7 +128,7 @@ class TracingExecutor(Executor):
         return self._batch_future(Source([result], _TracedAnswer([result], "a batch"), names))
 
     def put(self, batch: TensorDict) -> BatchFuture:
-        """Returns a batch with the columns and the number of rows of ``batch``; its values are not kept."""
+        """Returns a batch with the columns and the number of rows of `batch`; its values are not kept."""
         return self.put_columns(tuple(map(str, batch.keys())), len(batch))
 
     def build_groups(
@@ -146,12 +146,12 @@ class TracingExecutor(Executor):
         """Returns at once: nothing is built."""
 
     def release(self, pool: ResourcePool) -> None:
-        """Forgets the groups on ``pool``, so that others can be built on it."""
+        """Forgets the groups on `pool`, so that others can be built on it."""
         check_pool(pool)
         self._built.pop(pool, None)
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
-        """Returns the roles on ``pool``; see `Executor.built_on`."""
+        """Returns the roles on `pool`; see `Executor.built_on`."""
         return list(self._built.get(pool, ()))
 
     def close(self) -> None:

@@ -74,9 +74,9 @@ def wrong_rows_and_columns_are_named(stage: StageWorker) -> None:
         future.split(5)[0],
     ):
         here = str(require_raises(BatchError, wrong.result))
-        require(here.endswith("; the batch comes from two.echo"), True, f"names who made the batch: {here}")
+        require(here.endswith("; the batch comes from two.echo"), True, f"names the maker of the batch: {here}")
         there = str(require_raises(BatchError, stage.solo.echo(wrong).result))
-        require(there, f"solo.echo: {here}", "names who reads it, and who made it")
+        require(there, f"solo.echo: {here}", "names the reader of the batch, and its maker")
     mask = torch.tensor([True, False])
     for attempt in (
         lambda: future.rows([True, False]),
@@ -110,8 +110,8 @@ def wrong_columns_are_named_though_the_call_reads_others(stage: StageWorker) -> 
             (future.rename({other: "x"}), f"rename({{'{other}': 'x'}}) gives two columns one name"),
         ):
             error = str(require_raises(BatchError, partial(_add_one, stage, wrong)))
-            require(error.startswith(f"solo.add: {message}"), True, f"names who reads it: {error}")
-            require(error.endswith(f"; the batch comes from {maker}"), True, f"names who made it: {error}")
+            require(error.startswith(f"solo.add: {message}"), True, f"names the reader of the batch: {error}")
+            require(error.endswith(f"; the batch comes from {maker}"), True, f"names the maker of the batch: {error}")
 
 
 def _add_one(stage: StageWorker, batch: BatchFuture) -> TensorDict:

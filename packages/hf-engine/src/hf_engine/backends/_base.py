@@ -61,7 +61,7 @@ class TrainBackend(Protocol):
             seed: for everything that the backend initialises at random.
 
         Raises:
-            BackendError: on every rank, if the model cannot be read on any.
+            BackendError: on every rank, if any rank cannot read the model.
         """
         ...
 
@@ -210,7 +210,7 @@ class TrainBackend(Protocol):
         A value head takes its own weights where the directory has them, and stays as it is where not.
 
         Raises:
-            BackendError: on every rank, if the directory cannot be read on any or holds another model.
+            BackendError: on every rank, if any rank cannot read the directory, or it holds another model.
         """
         ...
 

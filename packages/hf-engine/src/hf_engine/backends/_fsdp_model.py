@@ -96,7 +96,7 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
     """Applies FSDP2, activation checkpointing and torch.compile. Gradients are summed over ranks, not averaged.
 
     Raises:
-        BackendError: if layers are to be told apart in a model that does not name them, or torch.compile does not work.
+        BackendError: if an option needs the layers of a model that does not name them, or torch.compile does not work.
     """
     model.eval()
     layers = _list_units(model)
@@ -125,7 +125,10 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
 
 
 def _list_units(model: Any) -> list[torch.nn.Module]:
-    """The modules that transformers does not split, but for those with a tied parameter: FSDP2 would untie it."""
+    """Returns the modules that transformers does not split.
+
+    Modules with a tied parameter are left out: FSDP2 would untie the parameter.
+    """
     owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     return [
         module

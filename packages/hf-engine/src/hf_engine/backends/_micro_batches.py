@@ -35,7 +35,7 @@ class MicroBatch:
     response_mask: torch.Tensor
     """bool [b, T], True on response tokens and False on their padding, independent of `response_mask`."""
     candidate_ids: torch.Tensor | None = None
-    """int64 [b, T, k], tokens whose log-probs are asked for as well; a dummy has none."""
+    """int64 [b, T, k], further tokens whose log-probs are requested; None in a dummy."""
 
     @property
     def response_ids(self) -> torch.Tensor:
@@ -115,7 +115,7 @@ class TreeMicroBatch(MicroBatch):
 
 
 class SequenceBatch:
-    """A batch of prompts and responses, cut into micro-batches.
+    """A batch of prompts and responses, split into micro-batches.
 
     Args:
         batch: has the columns `prompt_ids` and `response_ids`; `response_mask` is False on response tokens that a loss

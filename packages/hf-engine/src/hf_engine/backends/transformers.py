@@ -353,8 +353,8 @@ def _check_layers(model: Any) -> None:
     if kinds or model._is_stateful or not takes_keys:
         found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "a state of its own"
         raise BackendError(
-            f"backend 'transformers' shares keys and values among the samples of a prompt; {model.name_or_path!r}, a "
-            f"{type(model).__name__}, keeps {found} beside them or instead: choose a model with attention in all layers"
+            f"{model.name_or_path!r}, a {type(model).__name__}, keeps {found}: backend 'transformers' shares only keys "
+            "and values among the samples of a prompt. Choose a model with attention in all layers"
         )
 
 

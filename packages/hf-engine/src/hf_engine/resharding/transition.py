@@ -215,7 +215,7 @@ def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> 
     if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
         raise ReshardError(
             "hybridflow-v gathers inside a training replica of pp * tp ranks and keeps a shard that nests in it "
-            "(gen_pp divides pp, gen_tp divides tp); this layout has none: use hybridflow or ds-chat"
+            "(gen_pp divides pp, gen_tp divides tp). This layout has no such shard. Use hybridflow or ds-chat"
         )
 
 

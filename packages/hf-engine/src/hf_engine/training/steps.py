@@ -156,7 +156,7 @@ class TrainSteps(KeepsState):
     ) -> Metrics:
         optimizer, waiting = self._prepare_step(method), self._waiting
         with ExitStack() as on_failure:
-            on_failure.callback(self._drop_gradients, optimizer)  # what it left is no gradient of anything
+            on_failure.callback(self._drop_gradients, optimizer)  # a failed pass leaves a meaningless partial sum
             sequences, micro_batches = self._agreed_micro_batches(
                 batch, request, denominator, needs_rows=True, loss_fn=loss_fn
             )

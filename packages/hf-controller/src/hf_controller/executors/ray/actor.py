@@ -54,10 +54,10 @@ class Construction:
     """Settings that build a host set; equal on all of its ranks.
 
     Attributes:
-        specs: pickled ``{role: WorkerSpec}``.
+        specs: pickled `{role: WorkerSpec}`.
         import_path: folders where modules of the program are looked for after a process's own.
         pool: the pool's name.
-        device: ``"cpu"`` or ``"cuda"``.
+        device: `"cpu"` or `"cuda"`.
         slots: slots on each machine.
         environment: variables to set.
         process_group: whether a worker needs the default process group.
@@ -87,7 +87,7 @@ class Joining:
         token: tells this attempt from others of the same name.
         role: this rank's role.
         ranks: the joint ranks of both roles.
-        device: ``"cpu"`` for gloo, a CUDA device for nccl.
+        device: `"cpu"` for gloo, a CUDA device for nccl.
         on_one_machine: whether all ranks share a machine.
         timeout_s: deadline of meeting, and of every collective.
     """
@@ -102,7 +102,7 @@ class Joining:
 
 
 class HostActor:
-    """One rank's process. Calls run one after another; questions about it are answered beside them.
+    """One rank's process. Calls run one after another; questions about the process are answered while a call runs.
 
     Args:
         name: the host set's name: its roles.
@@ -324,7 +324,7 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
 
 
 def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
-    """Cut a slice out of the arrays behind the one handle in ``arrays``."""
+    """Cut a slice out of the arrays behind the one handle in `arrays`."""
     from hf_controller.transport import take_slices
 
     value = ray.get(arrays[0])

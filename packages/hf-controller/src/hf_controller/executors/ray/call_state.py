@@ -43,8 +43,8 @@ class CallState:
         passed_on: the ranks that failed because an input's own call did.
         lost: why an answer cannot be had.
         failure: why the call failed.
-        is_told: whether the program was told.
-        is_late: whether it was told that the call is late.
+        is_told: whether the failure was reported to the program.
+        is_late: whether the program got a timeout for this call.
         left: ids of the objects that it leaves.
         elapsed_s: how long its ranks have had.
         grace_s: how long ago the first of them failed.
@@ -74,7 +74,7 @@ class CallState:
 
     @property
     def origin(self) -> str:
-        """The call's name as a :class:`Failure`'s origin."""
+        """The call's name as a `Failure`'s origin."""
         return f"call {self.call_id}"
 
     @property

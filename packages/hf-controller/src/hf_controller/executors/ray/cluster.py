@@ -46,15 +46,15 @@ class Cluster:
     """A cluster that this process is connected to.
 
     Args:
-        address: ``"local"`` starts one on this machine, whatever ``RAY_ADDRESS`` says; else the address of one to join.
+        address: `"local"` starts one on this machine and ignores `RAY_ADDRESS`; else the address of one to join.
         num_cpus: slots of CPU pools of a local cluster; None: one per core.
         object_store_bytes: shared memory of a local cluster.
         log_to_driver: show what workers print.
 
     Raises:
         ConfigError: if this machine lacks what a local cluster needs; see `hf_controller.check_local_start`.
-        PoolError: if Ray already runs in this process, refuses the address or the sizes, cannot start, or no cluster
-            there lets us in.
+        PoolError: if Ray already runs in this process, refuses the address or the sizes, cannot start, or cannot
+            connect to a cluster at the address.
     """
 
     def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
@@ -200,10 +200,10 @@ def _in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def _in_process_groups_of_their_own() -> Iterator[list[subprocess.Popen[Any]]]:
-    """For what Ray starts: a signal to the program's group, as ``timeout`` sends it, would end the object store before
-    the program has ended its run, and Ray exits with status 1 and no message from a program that finds no store.
+    """Puts the processes that Ray starts into groups of their own.
 
-    A block that fails leaves none of them, nor what they started.
+    A signal to the program's group, as `timeout` sends it, would end the object store before the program has ended its
+    run. Ray then exits with status 1 and no message. A block that fails ends these processes and their children.
     """
     if sys.platform != "linux":  # Ray ends them by the program's group there
         yield []
@@ -259,7 +259,7 @@ def _set_environment() -> None:
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Nobody reads all objects of a call that failed: the program is told once, by the error of the call or its block.
+    # Nobody reads all objects of a call that failed: the error of the call, or of its block, reports the failure once.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")

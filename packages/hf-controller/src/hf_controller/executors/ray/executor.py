@@ -51,20 +51,20 @@ class RayExecutor(Executor):
     """Runs groups on Ray: by default on a cluster of its own on this machine, never on a foreign one by accident.
 
     Args:
-        address: ``"local"`` starts a cluster and ignores ``RAY_ADDRESS``; anything else joins that cluster.
+        address: `"local"` starts a cluster and ignores `RAY_ADDRESS`; anything else joins that cluster.
         num_cpus: slots of CPU pools that the local cluster offers, however many cores there are; None: one per
             core that this process may use.
         object_store_bytes: shared memory of the local cluster, reserved as it is used.
         start_timeout_s: deadline of placing a pool and constructing its workers.
         call_timeout_s: deadline of a call, from the moment at which nothing before it is left to wait for. A call that
             misses it ends its group. Naming the ranks that do not move takes up to 25 s more.
-        deadlines: other deadlines, by the name of a method, the kind it is registered with, or the ``phase`` of its
-            worker, looked up in this order; ``"__init__"`` is the start of workers, ``"*"`` any other call.
+        deadlines: other deadlines, by the name of a method, the kind it is registered with, or the `phase` of its
+            worker, looked up in this order; `"__init__"` is the start of workers, `"*"` any other call.
         collective_timeout_s: deadline of a collective in the process groups; None: twice the longest deadline of a
             call, which comes first.
         log_to_driver: show what workers print, with role and rank, on standard error. Lines of several
             ranks that differ in numbers only are collected by Ray for some seconds and may be shown as one with a
-            count; ``RAY_DEDUP_LOGS=0`` in the environment shows each at once.
+            count; `RAY_DEDUP_LOGS=0` in the environment shows each at once.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RayExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see :meth:`Executor.build_groups`."""
+        """Build one group per role; see `Executor.build_groups`."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -147,7 +147,7 @@ class RayExecutor(Executor):
         return groups
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker is constructed; see :meth:`Executor.wait_until_ready`."""
+        """Wait until every worker is constructed; see `Executor.wait_until_ready`."""
         undone = self._await_ready(self._list_host_sets())
         if undone is None:
             return
@@ -158,7 +158,7 @@ class RayExecutor(Executor):
         raise error
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group; see :func:`hf_controller.connect`.
+        """Join two groups in one process group; see `hf_controller.connect`.
 
         `start_timeout_s` bounds what is left of their construction, and then the joining.
         """
@@ -203,18 +203,18 @@ class RayExecutor(Executor):
             raise undone.error
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
-        """Returns the activity of each rank; see :meth:`Executor.describe`."""
+        """Returns the activity of each rank; see `Executor.describe`."""
         check_kind(PoolError, "group", group, WorkerGroup, "a group of this executor")
         processes = self._host_set_of(group).processes
         told = describe_processes(processes, self._inquirer, timeout_s)
         return {process.rank: text for process, (_, text) in zip(processes, told, strict=True)}
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
-        """The roles on ``pool``; see :meth:`Executor.built_on`."""
+        """Returns the roles on `pool`; see `Executor.built_on`."""
         return [dict(host_set.roles) for host_set in self._occupied[pool].host_sets] if pool in self._occupied else []
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
-        """The pools whose groups failed together with one of `pool`; see :meth:`Executor.failed_with`."""
+        """Returns the pools whose groups failed together with one of `pool`; see `Executor.failed_with`."""
         self._supervisor.look_for_deaths(self._host_sets_on(pool))
         here = {id(each.failure) for each in self._host_sets_on(pool) if each.failure is not None}
         together = [
@@ -228,7 +228,7 @@ class RayExecutor(Executor):
         return self._occupied[pool].host_sets if pool in self._occupied else []
 
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on ``pool`` and give its slots back. Processes that do not answer in time are killed."""
+        """Close every group on `pool` and give its slots back. Processes that do not answer in time are killed."""
         check_pool(pool)
         if pool in self._occupied:
             try:

@@ -1,4 +1,4 @@
-"""One rank's process as the controller sees it: how to reach it, where it is, what it was told last."""
+"""One rank's process as the controller sees it: its actor, its place and the last call that it got."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ class HostProcess:
     """One rank's process.
 
     Args:
-        name: its roles, such as ``"actor+critic"``.
+        name: its roles, such as `"actor+critic"`.
         rank: its rank.
         pool: name of its pool.
         actor: its actor.
         is_here: whether it runs on this machine.
 
     Attributes:
-        label: its roles and rank, such as ``"actor+critic/0"``.
-        origin: what its death is called as a :class:`Failure`'s origin.
-        last_call: the call that it was given last, such as ``"call 12 actor.update_actor"``.
+        label: its roles and rank, such as `"actor+critic/0"`.
+        origin: what its death is called as a `Failure`'s origin.
+        last_call: the call that it was given last, such as `"call 12 actor.update_actor"`.
         last_answer: reference of its answer, or None. It is there once all calls are over: a process runs them in
             order, those too whose inputs are lost.
         was_ended: whether its pool was released, or its group ended.
@@ -90,7 +90,7 @@ class HostProcess:
         self._location = actor.locate.remote()
 
     def note_call(self, call: str, answer: Any) -> None:
-        """It is given ``call``."""
+        """It is given `call`."""
         self.last_call, self.last_answer = call, answer
 
     @property
@@ -149,7 +149,7 @@ class HostProcess:
 def describe_death(
     process: HostProcess, *, role: str, method: str, rank: int, error: RayError | None, inquirer: Inquirer
 ) -> Failure:
-    """Describe the end of a process that ran ``role.method``, or was given it: as the system says it, else as Ray."""
+    """Describe the end of a process that ran `role.method`, or was given it: as the system says it, else as Ray."""
     end = process.find_end()
     process.is_gone = True
     if not str(end or "") and error is None:  # it was gone before it could be watched: Ray knows how, or will soon
@@ -171,7 +171,7 @@ def describe_death(
 
 
 def find_maker(error: RayError) -> str:
-    """The process that made what is lost, as a :class:`Failure`'s origin; nothing where Ray does not say."""
+    """The process that made what is lost, as a `Failure`'s origin; nothing where Ray does not say."""
     cause = getattr(error, "cause", error) if isinstance(error, RayTaskError) else error
     actor_id = getattr(cause, "actor_id", None)
     if isinstance(cause, ObjectLostError):
@@ -181,7 +181,7 @@ def find_maker(error: RayError) -> str:
 
 
 def own_origin() -> str:
-    """Returns the controller's name for this process as a :class:`Failure`'s origin."""
+    """Returns the controller's name for this process as a `Failure`'s origin."""
     return _origin_of(ray.get_runtime_context().get_actor_id())
 
 
@@ -197,9 +197,9 @@ def in_one_line(error: RayError) -> str:
 def describe_processes(
     processes: Sequence[HostProcess], inquirer: Inquirer, timeout_s: float
 ) -> list[tuple[bool, str]]:
-    """For each process whether it answers, and what it is at, where it is, and its stack.
+    """Returns for each process True if it responds, and its activity, machine and stack.
 
-    Of one that is not there, or does not answer in time, the last call and the place where its stack can be had.
+    For a process that is gone or does not respond in time: its last call, and the place where its stack can be read.
     """
     answers = inquirer.ask([process.actor for process in processes], "describe", timeout_s)
     return [

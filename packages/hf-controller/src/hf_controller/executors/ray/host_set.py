@@ -46,7 +46,7 @@ class HostSet:
         is_local: whether the processes are all on this machine.
 
     Attributes:
-        name: the roles, such as ``"actor+critic"``.
+        name: the roles, such as `"actor+critic"`.
         pool: their pool.
         roles: what the workers are built from, by role.
         actors: the actor of every rank.
@@ -117,7 +117,7 @@ class HostSet:
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
     def keep_connection(self, role: str, name: str, other: HostSet) -> None:
-        """Note that every rank has joined those of ``other``."""
+        """Note that every rank has joined those of `other`."""
         self._connections[role, name] = other
 
     def disconnect(self, role: str, name: str) -> None:
@@ -163,7 +163,7 @@ class HostSet:
         self.kill()
 
     def disconnect_all(self, others: Sequence[HostSet]) -> None:
-        """Leave the connections with ``others``."""
+        """Leave the connections with `others`."""
         for (role, name), other in list(self._connections.items()):
             if other in others:
                 self.disconnect(role, name)
@@ -202,7 +202,7 @@ class Undone(NamedTuple):
 
 
 def await_ready(host_sets: Sequence[HostSet], deadline: Deadline, waiter: Waiter, inquirer: Inquirer) -> Undone | None:
-    """Wait until every worker of ``host_sets`` is constructed; answers what :func:`await_answers` answers."""
+    """Wait until every worker of `host_sets` is constructed. Returns the result of `await_answers`."""
     asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
     failed = next((each for each in host_sets if each.constructing and each.failure is not None), None)
     if failed is not None and failed.failure is not None:
@@ -234,7 +234,7 @@ def await_answers(
         deadline: of all of them.
         waiter: waits.
         inquirer: asks those that are late.
-        since_s: when the deadline began, in seconds of ``time.monotonic``; None: now.
+        since_s: when the deadline began, in seconds of `time.monotonic`; None: now.
 
     Returns:
         None if all is done. Else what went wrong on the first rank that failed; or for those that are not done in time

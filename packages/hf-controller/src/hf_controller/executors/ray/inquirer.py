@@ -1,4 +1,4 @@
-"""Asks processes how they are, beside their calls.
+"""Asks processes for their state while they run calls.
 
 Ray holds back every later request of one caller to an actor while an earlier one waits for its arguments, so questions
 come from a process of their own. It is started when the first question is asked.
@@ -25,7 +25,7 @@ class Inquirer:
         self._asker: Any = None
 
     def ask(self, actors: Sequence[Any], question: str, timeout_s: float) -> list[Any]:
-        """Every actor's answer to a method of the concurrency group ``service``, or the RayError in its place."""
+        """Every actor's answer to a method of the concurrency group `service`, or the RayError in its place."""
         if self._asker is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             asker: Any = ray.remote(_Asker)

@@ -60,7 +60,7 @@ class RayCall:
         self._rows: list[int] | None = None
 
     def without_results(self) -> RayCall:
-        """The same call for who waits for its end, and keeps none of its results."""
+        """Returns the same call without handles of its results, for a caller that only waits for its end."""
         return RayCall(
             state=self._state,
             handles=[],
@@ -71,10 +71,10 @@ class RayCall:
         )
 
     def finish(self) -> bool:
-        """Wait for every rank and have the trace know why the call failed; whether it is over.
+        """Wait for every rank and record in the trace why the call failed. Returns True if the call is over.
 
-        The program knows of one that it was told of, and of the end of a group. One that it was told is late is not
-        waited for any more.
+        Nothing is recorded for a failure that was reported to the program, or for a group that was released. A call
+        that was reported as late is not waited for again.
         """
         state = self._state
         if state.is_told or state.host_set.was_released:
@@ -115,7 +115,7 @@ class RayCall:
         return self._rows
 
     def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
-        """After waiting, what the collected ranks left beside batches, or the one at a position among them."""
+        """Wait; return the collected ranks' outcomes that are not batches, or the one at a position among them."""
         self.wait(timeout_s)
         state = self._state
         asked = slice(None) if position is None else slice(position, position + 1)

@@ -44,7 +44,7 @@ class PlacedPool:
         self.on_one_machine = len(self.nodes) == 1
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Returns the actor options that place an actor of ``rank``."""
+        """Returns the actor options that place an actor of `rank`."""
         machine = self.pool.machines[rank]
         slot = rank - sum(self.pool.slots[:machine])
         strategy = PlacementGroupSchedulingStrategy(self._groups[machine], placement_group_bundle_index=slot)
@@ -61,7 +61,7 @@ class PlacedPool:
 def place(
     pool: ResourcePool, timeout_s: float, *, own: Sequence[ResourcePool] = (), on_distinct_machines: bool = False
 ) -> PlacedPool:
-    """Reserve the slots of ``pool``.
+    """Reserve the slots of `pool`.
 
     Args:
         pool: the pool.
@@ -75,8 +75,9 @@ def place(
     """
     unit = {"CPU": 1.0, "GPU": 1.0} if pool.device == "cuda" else {"CPU": 1.0}
     if not _could_ever_fit(pool, unit, own):
-        beside = f" beside this program's own pools {', '.join(repr(other.name) for other in own)}" if own else ""
-        raise PoolError(_describe(pool, unit, f"the whole cluster is smaller{beside}"))
+        names = ", ".join(repr(other.name) for other in own)
+        asked = f"the cluster without this program's own pools {names}" if own else "the whole cluster"
+        raise PoolError(_describe(pool, unit, f"{asked} is smaller"))
     if on_distinct_machines and _num_machines() < len(pool.slots):
         raise PoolError(_describe(pool, unit, f"it has fewer than {len(pool.slots)} machines"))
     groups: dict[int, PlacementGroup] = {}

@@ -58,7 +58,7 @@ def _describe_unpicklable(roles: Mapping[str, WorkerSpec], error: BaseException)
 
 
 def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = cloudpickle.dumps) -> str | None:
-    """Name and type of the first value that ``dump`` cannot pickle."""
+    """Name and type of the first value that `dump` cannot pickle."""
     for name, value in named.items():
         with Caught() as caught:  # a value's own pickling may raise anything
             dump(value)
@@ -68,7 +68,7 @@ def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = c
 
 
 def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
-    """Pickle ``roles``; classes of modules that another process cannot import (scripts, notebooks, tests) by value."""
+    """Pickle `roles`; classes of modules that another process cannot import (scripts, notebooks, tests) by value."""
     modules = {sys.modules[base.__module__] for spec in roles.values() for base in spec.worker.__mro__}
     with ExitStack() as stack:
         for module in modules:

@@ -42,8 +42,8 @@ _WHY_LATE = "an earlier call hangs, or call_timeout_s is too small"
 class Sealed:
     """A reference that stays packed until it is opened.
 
-    A reader is told of every shard of a batch and reads a few of them. Unpacking a reference costs messages to its
-    owner; Ray counts the reference as long as the object or the call that contains the packed one exists.
+    A reader gets a reference to every shard of a batch and reads a few of them. Unpacking a reference costs messages
+    to its owner; Ray counts the reference as long as the object or the call that contains the packed one exists.
 
     Args:
         reference: the reference.
@@ -77,7 +77,7 @@ class BatchHandle:
     Attributes:
         metadata: reference of the answer with the shard's metadata, or the failure, for readers on other machines;
             None where there are none.
-        contents: reference of the shard with its arrays, see :func:`pack_shard`, or the failure.
+        contents: reference of the shard with its arrays, see `pack_shard`, or the failure.
     """
 
     metadata: Any
@@ -86,7 +86,7 @@ class BatchHandle:
 
 @dataclass(frozen=True)
 class Delivered:
-    """The contents of a :class:`BatchHandle` that came with the call."""
+    """The contents of a `BatchHandle` that came with the call."""
 
     contents: Any
 
@@ -100,7 +100,7 @@ class ValueHandle:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """The arrays in the contents of a :class:`BatchHandle`, for a reader that has the metadata."""
+    """The arrays in the contents of a `BatchHandle`, for a reader that has the metadata."""
 
     contents: Any
 
@@ -202,7 +202,7 @@ class RayStore:
             )
 
     def is_far(self, origin: Origin) -> bool:
-        """Returns True if objects of ``origin`` are on another machine where an actor serves slices."""
+        """Returns True if objects of `origin` are on another machine where an actor serves slices."""
         return origin.slicer is not None and origin.node != self.origin.node
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
@@ -225,7 +225,7 @@ class RayStore:
 
 
 class HostStore(RayStore):
-    """The store of a rank's process: what a call returns travels with its answer, see :func:`pack_shard`."""
+    """The store of a rank's process: what a call returns travels with its answer, see `pack_shard`."""
 
     def put(self, value: Any) -> Any:
         """Keep the arrays until the call answers."""

@@ -174,7 +174,7 @@ class Supervisor:
                     self._made.pop(each, None)
 
     def _find_death(self, host_set: HostSet) -> bool:
-        """End a group of which a process is gone; it answers whether that is so."""
+        """End a group of which a process is gone. Returns True if one is."""
         for process in host_set.processes:
             end = process.find_end()
             if end is not None and not host_set.was_released:

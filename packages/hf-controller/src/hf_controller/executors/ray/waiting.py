@@ -55,6 +55,6 @@ class Waiter:
             return list(ray.wait(list(handles), num_returns=len(handles), timeout=slice_s)[0])
 
     def check_open(self) -> None:
-        """Refuse to go on after :meth:`close`."""
+        """Refuse to go on after `close`."""
         if self._closed:
             raise PoolError(CLOSED)

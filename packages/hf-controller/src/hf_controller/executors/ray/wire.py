@@ -1,7 +1,7 @@
 """Calls and answers as bytes: Ray carries bytes several times faster than objects, and a call is packed once for all
 ranks.
 
-Object references stay beside the bytes, where Ray sees them and counts them.
+Object references travel next to the bytes, where Ray sees them and counts them.
 """
 
 from __future__ import annotations
@@ -123,29 +123,29 @@ def _is_plain(call: Call) -> bool:
 
 
 def unpack_call(packed: bytes, references: Sequence[Any] = (), *batches: Any) -> Call:
-    """The call, from :attr:`PackedCall.message`."""
+    """The call, from `PackedCall.message`."""
     if not references and not batches:
         return Call._make(pickle.loads(packed))
     return Call._make(_CallUnpickler(io.BytesIO(packed), references, batches).load())
 
 
 def pack_answer(outcome: Outcome, report: CallReport) -> Any:
-    """A rank's answer: bytes, and beside them a reference that Ray must see."""
-    beside: Any = None
+    """Returns a rank's answer: bytes, and next to them a reference that Ray must see."""
+    reference: Any = None
     if isinstance(outcome, Shard):
-        outcome, beside = replace(outcome, arrays=None), outcome.arrays
+        outcome, reference = replace(outcome, arrays=None), outcome.arrays
     # Plain tuples and dicts: a class is looked up by name on both sides.
     left = outcome.sums if isinstance(outcome, Metrics) else outcome
     packed = pickle.dumps((left, tuple(report.span), *report[1:]), protocol=pickle.HIGHEST_PROTOCOL)
-    return packed if beside is None else (packed, beside)
+    return packed if reference is None else (packed, reference)
 
 
 def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
-    """The outcome and the report."""
-    packed, beside = answer if isinstance(answer, tuple) else (answer, None)
+    """Returns the outcome and the report."""
+    packed, reference = answer if isinstance(answer, tuple) else (answer, None)
     outcome, span, *rest = pickle.loads(packed)
     if isinstance(outcome, Shard):
-        outcome = replace(outcome, arrays=beside)
+        outcome = replace(outcome, arrays=reference)
     elif isinstance(outcome, dict):
         outcome = Metrics(outcome)
     return outcome, CallReport(Span._make(span), *rest)

@@ -161,7 +161,9 @@ def check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
         BackendError: naming both sizes.
     """
     if train.ep_size > 1 and not shape.num_experts:
-        raise BackendError(f"ep_size={train.ep_size} spreads experts over ranks, and {shape.name} has none: ep_size=1")
+        raise BackendError(
+            f"ep_size={train.ep_size} spreads experts over ranks, and {shape.name} has no experts. Set ep_size=1"
+        )
     try:
         fused_qkv_rows(shape, 0, train.tp_size)
     except ReshardError as error:

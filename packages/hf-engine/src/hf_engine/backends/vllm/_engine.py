@@ -269,7 +269,7 @@ class Engine:
     @options_set()
     def put_adapter(self, factors: Mapping[str, torch.Tensor]) -> None:
         """Replaces the adapter; the base stays."""
-        assert self._adapter is not None, "the layout has none else"
+        assert self._adapter is not None, "the layout has no adapter"
         self._adapter.put(factors)
 
     @options_set()

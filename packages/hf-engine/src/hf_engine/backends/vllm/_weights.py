@@ -83,8 +83,8 @@ class ShardTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         found = [(name, id(each)) for name, each in self.model.named_parameters() if id(each) not in derived]
         if missing := sorted(name for name, each in found if name not in self._loaded or each in old):
             raise ReshardError(
-                f"vLLM's parameters {missing} were not loaded: their names do not map to the model's, or its loader of "
-                "this family takes none in an update"
+                f"vLLM's parameters {missing} were not loaded: their names do not map to the model's, or vLLM's loader "
+                "of this family does not load them in an update"
             )
         wrap_layers(self.model)
 
