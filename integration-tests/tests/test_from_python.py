@@ -102,6 +102,11 @@ def generate() -> Iterator[dict[str, str]]:
         ),
         ({"dataset": [1]}, "dataset 'train', row 1: is of type int, not a mapping of columns to values"),
         ({"dataset": [{"prompt": "1", "answer": b"1"}]}, "dataset 'train', row 1: Object of type bytes is not JSON"),
+        ({"dataset": []}, "dataset 'train': is empty. Pass at least one row"),
+        (
+            {"dataset": [[{"role": "user", "content": "1+1="}]]},
+            "dataset 'train', row 1: is a chat alone. Pass it as {\"messages\": [...]}",
+        ),
         ({"dataset": {"rows": ROWS}}, "dataset: a mapping with the keys rows. Pass rows as a list"),
         ({"reward": 3}, "reward = 3: is not a function"),
         ({"reward": []}, "reward = []: is empty. Pass a function"),
@@ -176,6 +181,12 @@ def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
     assert scores.metrics == {"eval/data/quarter": 0.25}
     for arguments, message in (
         ({"data": generate()}, "data: is of type generator, which has no length"),
+        ({"data": []}, "data: is empty. Pass at least one row"),
+        ({"data": {}}, "data: is an empty mapping. Pass rows as a list of mappings"),
+        (
+            {"data": {"prompt": ["1+1="], "answer": ["2"]}},
+            "data: is a mapping of the columns prompt, answer. Pass rows as a list of mappings",
+        ),
         ({"data": {"mine": [1]}}, "data 'mine', row 1: is of type int"),
         ({"data": {"../mine": ROWS}}, "data '../mine': the name '../mine' must consist of letters"),
         ({"metrics": [3]}, "metric 'function_1' = 3: is not a function"),

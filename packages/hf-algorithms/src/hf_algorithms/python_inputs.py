@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeGuard
 
 from hf_algorithms.users_code import pickle_with_module
 from hf_algorithms.value_names import rewording
@@ -33,6 +33,8 @@ HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
 _SETS = ("train", "validation", "test")
 _DATA = "data"
 """Name of rows that are passed without one."""
+_COLUMNS = ("prompt", "messages", "question", "answer", "chosen", "rejected", "text")
+"""Names that are columns of a mapping of columns to lists, rather than names of sets."""
 _LOADER = '''"""Loads a function that was passed from a program."""
 
 from pathlib import Path
@@ -134,6 +136,12 @@ class InputFolder:
             ConfigError, DataError: as `name_data` does.
         """
         if isinstance(data, Mapping):
+            columns = [str(name) for name, rows in data.items() if str(name) in _COLUMNS and not _has_rows(rows)]
+            if columns or not data:
+                what = f"a mapping of the columns {', '.join(columns)}" if columns else "an empty mapping"
+                raise ConfigError(
+                    f"data: is {what}. Pass rows as a list of mappings, or a mapping of set names to rows"
+                )
             for name in data:
                 check_name(str(name), f"data {name!r}")
             return {
@@ -141,7 +149,7 @@ class InputFolder:
                 for name, rows in data.items()
             }
         paths = data if isinstance(data, list | tuple) else [data]
-        if data is None or all(isinstance(each, str | PathLike) for each in paths):
+        if data is None or (paths and all(map(_is_path, paths))):
             return data
         return {_DATA: self.name_rows(data, _DATA, label=_DATA, text_column="prompt")}
 
@@ -179,7 +187,7 @@ class InputFolder:
         Raises:
             ConfigError, DataError: as `name_data` does.
         """
-        if isinstance(rows, str | PathLike):
+        if _is_path(rows):
             return fspath(rows)
         label = label or f"dataset {name!r}"
         if not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
@@ -187,6 +195,8 @@ class InputFolder:
                 f"{label}: is of type {type(rows).__name__}, which has no length, and rows are read more than once. "
                 "Pass list(...) of it, or a path"
             )
+        if not len(rows):
+            raise DataError(f"{label}: is empty. Pass at least one row")
         file = self.path / f"{name}.jsonl"
         self.path.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf-8") as lines:
@@ -267,9 +277,25 @@ def _find_name(function: Any, number: int) -> str:
     return name if name.isidentifier() else f"function_{number}"
 
 
+def _is_path(data: Any) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(data, str | PathLike)
+
+
+def _has_rows(data: Any) -> bool:
+    """True for a path and for rows that are mappings, which a column has not."""
+    return _is_path(data) or not isinstance(data, list | tuple) or all(isinstance(each, Mapping) for each in data)
+
+
+def _is_chat(row: Any) -> bool:
+    messages = row if isinstance(row, list | tuple) else []
+    return bool(messages) and all(isinstance(each, Mapping) and "role" in each for each in messages)
+
+
 def _write_row(row: Any, label: str, text_column: str | None) -> str:
     if isinstance(row, str) and text_column is not None:
         row = {text_column: row}
+    if _is_chat(row):
+        raise DataError(f'{label}: is a chat alone. Pass it as {{"messages": [...]}}')
     if not isinstance(row, Mapping):
         raise DataError(
             f"{label}: is of type {type(row).__name__}, not a mapping of columns to values. Pass a list of mappings, "
