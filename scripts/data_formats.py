@@ -113,7 +113,7 @@ Columns are found by their names in the first 100 rows, and the mapping is print
 
 TEXTS = """## Texts in blocks
 
-Texts of `data.pretraining` are cut into blocks of at most `data.block_tokens` tokens: 512, or as many as fit into the
+Texts of `data.pretraining` are split into blocks of at most `data.block_tokens` tokens: 512, or as many as fit into the
 model's context and `training.micro_batch_tokens`.
 
 - All texts follow one another in the order of the files: what the tokenizer puts before a text, the text, its EOS.

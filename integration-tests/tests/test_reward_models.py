@@ -83,7 +83,7 @@ def test_weighted_sources_share_every_batch_of_pairs(pairs: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("sources", "says"),
     [
-        ({"train": 3, "test": None}, ": some items have a weight and some have none. Set a weight for all or for none"),
+        ({"train": 3, "test": None}, ": some items have a weight and some do not. Set a weight for all or for none"),
         ({"train": 0}, "item 1 is not {path = ..., weight = ...}: weight = 0: must be above 0"),
         ({"train": 1, "empty": 1}, "data.train: {folder}/empty.jsonl has no rows"),
         ({"train": 1, "absent": 1}, "data.train: {folder}/absent.jsonl: no such file"),

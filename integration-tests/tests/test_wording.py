@@ -32,6 +32,7 @@ def test_wording_held_paths_have_no_hits(wording: dict[str, Any], capsys: pytest
         ("code.py", 'def f(anew: int) -> str:\n    return f"{anew} is made " "anew"\n', [(2, "anew")]),
         ("code.py", "rows = []  # read anew\n", [(1, "anew")]),
         ("code.py", "'''See ``rows``.'''\n", [(1, "``"), (1, "``")]),
+        ("code.py", 'TEXT = "```json\\n{}\\n```"\n', []),
         ("page.md", "# Rows\n\nThey are\nkept beside it.\n\n    ``code``\n", [(4, "beside")]),
     ],
 )

@@ -44,7 +44,7 @@ def update(worker: ActorWorker, *, trained: bool = True) -> dict[str, float]:
 
 
 def report_unchanged(model: Path) -> list[Any]:
-    """What the metric says and whether this rank warned, after steps that do, or should but do not, change weights."""
+    """Returns the metric, and if this rank warned, after steps that change weights and steps that fail to."""
     worker, found = build(model), []
 
     def generate_then_update() -> None:

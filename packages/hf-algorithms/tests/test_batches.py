@@ -155,7 +155,7 @@ def test_what_too_long_leaves_is_drawn_by_weight_without_gaps(tokenizer, tmp_pat
 
 
 def test_the_first_rows_of_weighted_sources_are_one_set(tokenizer, tmp_path):
-    """A run without validation rows evaluates these, whatever their sources."""
+    """A run without validation rows evaluates these rows, from all sources."""
     for name in "ab":
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "1="}\n' * 3)
     rows = open_rows([(str(tmp_path / f"{name}.jsonl"), 1.0) for name in "ab"])

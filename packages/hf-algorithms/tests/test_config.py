@@ -438,7 +438,7 @@ def test_training_rows_may_come_from_a_list_of_sources(tmp_path: Path) -> None:
         ("3", "data.train = 3: must be a path in quotes, or a list of {path = ..., weight = ...}"),
         ("[]", "data.train = []: must be a path in quotes, or a list"),
         ("[3]", "item 1 is not {path = ..., weight = ...}"),
-        ('["a", {path = "b", weight = 1}]', "some items have a weight and some have none"),
+        ('["a", {path = "b", weight = 1}]', "some items have a weight and some do not"),
         ('[{path = "a", weight = 0}]', "item 1 is not {path = ..., weight = ...}: weight = 0: must be above 0"),
         ('[{path = "a", weights = 1}]', "item 1 is not {path = ..., weight = ...}: unknown key 'weights'"),
         ('[{path = ""}]', "path = '': a path cannot be empty or blank"),

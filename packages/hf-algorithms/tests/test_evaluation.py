@@ -132,7 +132,7 @@ def test_evaluation_counts_every_row_once(
     score, samples = evaluate_with_samples(roles, batch, SAMPLING)
     assert (score, samples) == (evaluate(roles, batch, SAMPLING), [{"row": row} for row in rows])
     assert ("samples", 0, list(rows)) in SEEN
-    # k1 of a response is twice its row's number; whatever estimate is reported is a mean over the rows.
+    # k1 of a response is twice its row's number; every estimate is a mean over the rows.
     alone = [measured(measure_divergence(roles, executor.put(prompts(num_rows)[row : row + 1]), SAMPLING))
              for row in range(num_rows)]  # fmt: skip
     found = measured(measure_divergence(roles, batch, SAMPLING))

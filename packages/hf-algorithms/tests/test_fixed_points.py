@@ -159,7 +159,7 @@ def test_a_student_reaches_its_teachers_table() -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
 def test_a_student_reaches_its_teachers_top_k(top_k: int) -> None:
-    """Of the tokens that the teacher does not tell apart it keeps the ratios that it began with."""
+    """The student keeps its initial ratios between the tokens outside the teacher's top k."""
     teacher = np.array([[0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.11, 0.09]])
     start = np.array([[0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.25, 0.25]])
     workers: dict[str, Any] = {

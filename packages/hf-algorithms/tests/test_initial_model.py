@@ -1,4 +1,4 @@
-"""What a run says of its model and tokenizer before anything starts: one line, whatever is wrong with a file."""
+"""Errors about model and tokenizer before anything starts: one line for every kind of wrong file."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_adaptive_kl_moves_towards_its_target(observed: float, wanted: float) ->
 
 
 def test_adaptive_kl_finds_the_coefficient_of_its_target() -> None:
-    """Where the KL is 0.3 / coefficient, a target of 1.5 is met at 0.2."""
+    """With a KL of 0.3 / coefficient, a target of 1.5 is met at 0.2."""
     controller, coefficient = AdaptiveKL(target=1.5, horizon=1_000), 1.0
     for _ in range(600):
         coefficient = controller.update(coefficient, 0.3 / coefficient, 50)

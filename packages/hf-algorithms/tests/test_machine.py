@@ -1,4 +1,4 @@
-"""What a run asks of this machine."""
+"""Requirements of a run on this machine."""
 
 from __future__ import annotations
 

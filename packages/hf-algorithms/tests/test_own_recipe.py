@@ -247,7 +247,7 @@ def test_numbers_of_a_step_become_floats() -> None:
         (lambda *given: [{"time/mine": 9.0}], "returned a metric named 'time/mine', which the run writes"),
         (lambda *given: sys.exit(3), f"(?s)raised SystemExit: 3\n  at {__file__}:"),
         (lambda *given: [][1], f"(?s)raised IndexError: .*\n  at {__file__}:"),
-        (lambda roles, *given: roles.actr.run(), r"roles\.actr: the recipe has no role of that name, it has none"),
+        (lambda roles, *given: roles.actr.run(), r"roles\.actr: .* role of that name, its roles are none"),
     ],
 )
 def test_what_a_step_does_wrong_is_one_error(step: Any, message: str, iteration: int) -> None:

@@ -1,4 +1,4 @@
-"""What is found before anything starts: rows, tokens, ranks, and every problem at once."""
+"""Checks before anything starts: rows, tokens, ranks, and every problem in one report."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def refusal(config: Config, plan: MappingPlan | None = None) -> HybridFlowError:
 
 
 def plan_of(ranks: int, *, reward_ranks: int = 1, tokens: int = 8192, **changes: Any) -> MappingPlan:
-    """All models on ``ranks`` data-parallel ranks."""
+    """All models on `ranks` data-parallel ranks."""
     slots = {"models": ranks, "reward": reward_ranks, "advantage": 1}
     model = ModelPlan(pool="models", backend="fsdp", train=ParallelSpec(dp_size=ranks), micro_batch_tokens=tokens)
     model = dataclasses.replace(model, **changes)
@@ -263,7 +263,7 @@ def test_texts_for_a_pretraining_loss_are_a_set_of_their_own(build: Callable[...
         ("texts", 33, 8192, "data.block_tokens = 33: exceeds the model's context of 32 tokens. Lower it to at most 32"),
         ("texts", 21, 20, "data.block_tokens = 21: exceeds training.micro_batch_tokens = 20. Lower it to at most 20"),
         ("texts", 2, 8192, "data.block_tokens = 2: a block of this tokenizer needs at least 3 tokens. Raise it"),
-        ("train", 9, 8192, "data.block_tokens = 9: data.pretraining names no texts, so nothing is cut into blocks"),
+        ("train", 9, 8192, "data.block_tokens = 9: data.pretraining names no texts, and only texts are split into"),
         ("t*", None, 8192, "has texts, {folder}/train.jsonl prompts. Name files of one kind"),
     ],
 )

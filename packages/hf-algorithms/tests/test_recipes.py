@@ -201,7 +201,7 @@ def test_prompt_means_of_mini_batches_average_to_the_unsplit_formula() -> None:
 
 
 def test_a_role_that_the_plan_lacks_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"roles\.critic: the recipe has no role of that name, it has actor"):
+    with pytest.raises(ConfigError, match=r"roles\.critic: the recipe has no role of that name, its roles are actor"):
         _ = Roles({"actor": RecordingGroup("actor", [])}).critic
 
 

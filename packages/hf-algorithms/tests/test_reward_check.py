@@ -116,7 +116,7 @@ def check(monkeypatch: pytest.MonkeyPatch, function: Any, key: str = "function")
         waits,
         Waiter(),
         functools.partial(plain, []),
-        max,  # tells nothing of its arguments
+        max,  # has no signature to read
     ],
 )
 def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
@@ -125,7 +125,7 @@ def test_a_callable_that_takes_three_lists_is_accepted(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("section", ["reward", "cost"])
 def test_another_machine_needs_the_key_of_its_section(section: str) -> None:
-    """Where a section names the host, the other one still refuses it."""
+    """A host that one section allows is still refused in the other section."""
     url, other = "http://scorer.example/score", "cost" if section == "reward" else "reward"
     body: dict[str, Any] = {"data": {"train": "train.jsonl"}, "algorithm": {"name": "safe_rlhf"}}
     body |= {"reward": {"function": url}, "cost": {"function": url}}
@@ -250,7 +250,7 @@ def of_a_solution(completions: Any, solution: Any, **columns: Any) -> Any: ...
 def test_a_parameter_of_answers_needs_answers(
     monkeypatch: pytest.MonkeyPatch, key: str, absent: str, source: str
 ) -> None:
-    """A function that names `solution` would get None for every row; the rows' own column or their answers fill it."""
+    """The rows' own column or their answers fill the parameter `solution`; without either it would always be None."""
     found = {"mine:f": of_a_solution, "mine:any": any_arguments}
     monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
     other = "metric" if key == "function" else "function"

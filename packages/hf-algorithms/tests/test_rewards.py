@@ -101,7 +101,7 @@ def test_gsm8k_numbers_have_separators_and_fractions():
         compute_scores(gsm8k_reward, ["q"], ["#### 3"], ["many"])
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie beside the repository")
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not in the shared folder")
 def test_every_solution_of_gsm8k_earns_one():
     answers = [json.loads(line)["answer"] for line in GSM8K.read_text(encoding="utf-8").splitlines()]
     assert set(gsm8k_reward([""] * len(answers), answers, answers)) == {1.0}

@@ -13,9 +13,9 @@ GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 TEXTS = [f"A farmer has {n} cows and sells {n // 2} of them, so {n - n // 2} are left.\n#### {n}" for n in range(200)]
 
 
-@pytest.fixture(params=["alone", "beside a model"])
+@pytest.fixture(params=["alone", "next to a model"])
 def directory(request, tmp_path):
-    if request.param == "beside a model":
+    if request.param == "next to a model":
         LlamaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1).save_pretrained(tmp_path)
     return tmp_path
 
@@ -74,7 +74,7 @@ def test_a_vocabulary_too_small_for_bytes_is_refused(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path)) == 258
 
 
-@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie beside the repository")
+@pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K is not in the shared folder")
 def test_real_questions_survive(tmp_path):
     rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()[:1000]]
     train_bpe_tokenizer((row["question"] + row["answer"] for row in rows), vocab_size=2048, directory=tmp_path)

@@ -31,7 +31,7 @@ def of_one(iteration):
 
 
 class Recorder:
-    """A tracker that keeps what it is told, and fails in the iterations that it is told to."""
+    """A tracker that keeps its arguments, and fails in the iteration `fails_at`."""
 
     made: ClassVar[list[Recorder]] = []
     fails_at: int | None = None

@@ -1,6 +1,6 @@
-"""PPO and its relatives as short programs over roles, and the ``hybridflow`` command.
+"""PPO and its relatives as short programs over roles, and the `hybridflow` command.
 
-``hf`` stands for HybridFlow, not Hugging Face.
+`hf` stands for HybridFlow, not Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are either complete or absent, whatever interrupts the writing."""
+"""Files that are either complete or absent, even if something interrupts the writing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write ``text`` as UTF-8 beside ``path``, flush it to the disk and move it there in one step.
+    """Write `text` as UTF-8 to a file next to `path`, flush it to the disk and rename it to `path` in one step.
 
     A reader sees the old file or the new one; a crash or a full disk leaves the old one as it was.
 

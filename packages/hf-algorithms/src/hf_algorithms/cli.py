@@ -1,4 +1,4 @@
-"""The ``hybridflow`` command."""
+"""The `hybridflow` command."""
 
 from __future__ import annotations
 
@@ -186,9 +186,9 @@ def trace(run: Path, as_json: bool) -> None:
 
 
 def main() -> NoReturn:
-    """Entry point: one clear line for whatever a user can cause, and an exit code that tells it.
+    """Runs the command line; prints one line for each error that a user can cause, and exits with a code for it.
 
-    Exit codes: 1 a run that failed, 2 refused before anything was made, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
+    Exit codes: 1 a run that failed, 2 refused before anything was written, 129 SIGHUP, 130 Ctrl-C, 143 SIGTERM.
     """
     signal.signal(signal.SIGTERM, after_imports(_terminate))
     if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # ignored under `nohup`

@@ -29,8 +29,8 @@ _Column = tuple["_Node | None", str]
 class _Node:
     """Calls that are one: parts of a batch, or the updates on its mini-batches.
 
-    ``origins`` maps each name that is read to the columns it comes from (one, or several where calls were
-    concatenated); ``rows`` has the rows of each call, by name and source.
+    `origins` maps each name that is read to the columns it comes from (one, or several where calls were
+    concatenated); `rows` has the rows of each call, by name and source.
     """
 
     role: str
@@ -41,7 +41,7 @@ class _Node:
     rows: list[dict[str, dict[int, frozenset[int]]]] = field(default_factory=list)
 
     def takes(self, other: _Node) -> bool:
-        """Whether ``other`` is a part of this: it reads the same columns, for training again, else in other rows."""
+        """True if `other` is a part of this call: both read the same columns, and other rows unless they train."""
         same = (self.role, self.method, self.origins, self.objects) == (
             other.role, other.method, other.origins, other.objects,
         )  # fmt: skip
@@ -59,7 +59,7 @@ def derive_dataflow(
     num_prompts: int,
     columns: Sequence[str] = PROMPT_COLUMNS,
 ) -> Dataflow:
-    """Run ``recipe.step`` once with a `TracingExecutor` and say which calls it made, and what each reads and writes.
+    """Runs `recipe.step` once with a `TracingExecutor`; returns the calls it made, with what each reads and writes.
 
     A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that no
     other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column
@@ -69,7 +69,7 @@ def derive_dataflow(
     Args:
         recipe: a shipped one or your own.
         config: the recipe's configuration.
-        sampling: of the generation; ``n`` is how many rows a prompt becomes.
+        sampling: of the generation; `n` is how many rows a prompt becomes.
         num_prompts: rows of the prompts.
         columns: of the prompts.
 

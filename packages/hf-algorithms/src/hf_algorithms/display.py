@@ -1,4 +1,4 @@
-"""What a run shows while it runs: a live panel on a terminal, one plain line per event anywhere else."""
+"""Display of a run while it runs: a live panel on a terminal, one plain line per event anywhere else."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class RunDisplay:
         self._doing = text  # the reminder repeats only what was printed
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Show iteration ``number`` (from 1); a metric that is absent keeps its last known value."""
+        """Show iteration `number` (from 1); a metric that is absent keeps its last known value."""
         self._ends_s.append(self._clock())
         self._known = {**self._known, **metrics}
         if "reward/mean" in metrics:

@@ -1,4 +1,4 @@
-"""What is installed, what the machine has, and which line repairs what is missing."""
+"""Report on the installation and the machine, with a command that repairs each part that is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Check:
     Attributes:
         section: heading it belongs under.
         name: what was looked at.
-        status: ``ok``; ``note``, something to know; ``problem``, something that keeps a run from working.
+        status: `ok`; `note`, worth knowing; `problem`, keeps a run from working.
         found: what is there.
         remedy: what to do about it; empty when nothing needs doing.
     """

@@ -55,7 +55,7 @@ def _average(scores: BatchFuture) -> float:
     if not known:
         raise RewardError(
             f"reward.metric scored none of {len(found)} responses in an evaluation: their rows have no answers. Add "
-            "answers, or set reward.metric to a function that needs none"
+            "answers, or set reward.metric to a function that needs no answers"
         )
     return sum(known) / len(known)
 
@@ -63,8 +63,8 @@ def _average(scores: BatchFuture) -> float:
 def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingParams) -> dict[str, Any] | None:
     """KL to the reference from one sample a prompt: `estimator`, `unit` and `value`; None without a reference.
 
-    k3 (see ``hf_algorithms.kl``) summed over each response and averaged over the responses: never negative. A few
-    responses that the reference finds much likelier than the actor may carry most of it.
+    The value is k3 (see `hf_algorithms.kl`), summed over each response and averaged over the responses; it is never
+    negative. A few responses that the reference finds much likelier than the actor may carry most of it.
     """
     metrics = request_divergence(roles, prompts, sampling)
     if metrics is None:
@@ -75,7 +75,7 @@ def measure_divergence(roles: Roles, prompts: BatchFuture, sampling: SamplingPar
 def request_evaluation(
     roles: Roles, prompts: BatchFuture, sampling: SamplingParams
 ) -> tuple[BatchFuture, ObjectFuture]:
-    """Makes the calls of `evaluate_with_samples`; the scores are the column ``metric_scores``."""
+    """Makes the calls of `evaluate_with_samples`; the scores are the column `metric_scores`."""
     batch = _respond(roles, prompts, _greedily(sampling))
     scores = _request_scores(roles, batch, prompts.num_rows)
     shown = batch.rows(range(min(NUM_SAMPLES, prompts.num_rows)))
@@ -114,7 +114,7 @@ def _greedily(sampling: SamplingParams) -> SamplingParams:
 def call_on_rows(
     group: WorkerGroup, method: str, batch: BatchFuture, num_rows: int, *args: Any, **kwargs: Any
 ) -> BatchFuture:
-    """A call that returns one row for each of the batch's ``num_rows``, which may be fewer than its ranks need."""
+    """A call that returns one row for each of the batch's `num_rows`, which may be fewer than its ranks need."""
     call = getattr(group, method)
     result: BatchFuture
     least = least_rows(group, method)

@@ -114,7 +114,7 @@ def evaluate_set(
         if summary is None:
             raise RewardError(
                 f"metric {show(metric)} scored none of the {len(rows)} rows of the set {show(name)}. Add answers to "
-                "the rows, or use a function that needs none"
+                "the rows, or use a function that needs no answers"
             )
         summaries[metric] = summary
     num_responses = len(data) * sampling.n

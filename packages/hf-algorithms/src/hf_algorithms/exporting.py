@@ -86,10 +86,11 @@ def _find_iteration(source: ModelSource, iteration: int) -> str:
             return str(folder)
     models = [number for number, folder in found.items() if _has_model(folder)]
     known = sorted({*models, *([] if last is None else [last])})
-    have = f"it holds those of {', '.join(map(str, known))}" if known else "it holds none"
+    if not known:
+        raise ConfigError(f"iteration = {iteration}: {source.label} holds no model of any iteration. Leave it out")
     raise ConfigError(
-        f"iteration = {iteration}: {source.label} holds no model of this iteration, {have}. Choose one of them, "
-        "or leave the iteration out"
+        f"iteration = {iteration}: {source.label} holds no model of this iteration, it holds those of "
+        f"{', '.join(map(str, known))}. Choose one of them, or leave the iteration out"
     )
 
 

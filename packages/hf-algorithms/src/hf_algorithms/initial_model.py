@@ -88,7 +88,7 @@ def build_initial_model(
     on_cpu: bool = True,
     head: Head = "lm",
 ) -> InitialModel:
-    """Check the configured model by its files, or write a fresh random one (and its tokenizer) to ``directory``.
+    """Check the configured model by its files, or write a fresh random one (and its tokenizer) to `directory`.
 
     Nothing is loaded but configuration, headers of the weights and the tokenizer: what they say is compared with each
     other, and with what the run's backends take.
@@ -98,7 +98,7 @@ def build_initial_model(
         rows: from which a tokenizer may be made.
         directory: for what is made.
         seed: of fresh weights.
-        backends: names by key: ``rollout.backend``; others, such as ``training.backend``, name training backends.
+        backends: names by key: `rollout.backend`; others, such as `training.backend`, name training backends.
         on_cpu: whether ranks run on host processors.
         head: that the model is given: `"score"` also takes sequence classifiers and critics.
 
@@ -217,7 +217,7 @@ def _read_given(
 
 
 def _check_sizes(config: ModelConfig, shape: ModelShape) -> None:
-    """A size beside a path is true or refused, never ignored."""
+    """Refuses a size that is given in addition to a path and differs from the model's."""
     for key, value in config.sizes_given().items():
         if value != getattr(shape, key):
             raise ConfigError(
@@ -292,7 +292,7 @@ def _join_texts(row: Row) -> str:
 
 
 def _find(path: str) -> str:
-    """A directory as every machine finds it, whatever folder its processes run in; a hub name as it is."""
+    """Returns a directory as an absolute path, for processes that run in other folders; a hub name as it is."""
     expanded = os.path.expanduser(path)
     return os.path.abspath(expanded) if os.path.isdir(expanded) else path
 

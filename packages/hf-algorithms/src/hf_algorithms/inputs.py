@@ -31,7 +31,7 @@ __all__ = [
 
 _NO_KIND: tuple[Kind, ...] = ()
 DATA_SETS = ("train", "validation", "test")
-"""The data sets of a run, by the names of their keys in ``[data]``."""
+"""The data sets of a run, by the names of their keys in `[data]`."""
 _TEMPLATE = "chat_template.jinja"
 """File that transformers prefers to a template in tokenizer_config.json."""
 
@@ -47,7 +47,7 @@ class ModelInputs:
     stop_ids: tuple[int, ...]
     """Tokens at which responses end; none where nothing is generated."""
     turns: TurnFormat
-    """How prompts and responses are written as tokens."""
+    """Format in which prompts and responses are written as tokens."""
     evaluations: tuple[EvaluationInputs, ...] = ()
     """The sets of `[[evaluation]]`."""
 
@@ -57,7 +57,7 @@ class ModelInputs:
         return {**self.model.tokenizer_files, **({} if template is None else {_TEMPLATE: template.encode()})}
 
     def moved(self, before: str, after: str) -> Self:
-        """The same inputs, with what lies in folder ``before`` in ``after``."""
+        """The same inputs, with what lies in folder `before` in `after`."""
 
         def move(model: InitialModel) -> InitialModel:
             kept = (model.path, model.tokenizer_path, model.own_tokenizer_path)
@@ -103,7 +103,7 @@ class RunInputs(ModelInputs):
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:
-    """Read the data, load or make model and tokenizer; a fresh model is written to ``directory``.
+    """Read the data, load or make model and tokenizer; a fresh model is written to `directory`.
 
     Raises:
         DataError, ConfigError: for a file that is missing or malformed.
@@ -113,7 +113,7 @@ def load_inputs(config: Config, directory: Path) -> RunInputs:
 
 
 def load_model(config: Config, rows: Rows, directory: Path) -> InitialModel:
-    """The model, checked for both backends; a fresh one of the training ``rows`` is written to ``directory``.
+    """The model, checked for both backends; a fresh one of the training `rows` is written to `directory`.
 
     Raises:
         ConfigError: for files that are missing or damaged, or that a backend cannot run.
@@ -199,7 +199,7 @@ def build_turn_format(config: DataConfig, model: InitialModel) -> TurnFormat:
 
 
 def has_pretraining_texts(config: DataConfig, rows: Mapping[str, Rows]) -> bool:
-    """True if `data.pretraining` has texts, which are cut into blocks; False for prompts with answers.
+    """True if `data.pretraining` has texts, which are split into blocks; False for prompts with answers.
 
     Raises:
         DataError: for files of both kinds.
@@ -209,8 +209,8 @@ def has_pretraining_texts(config: DataConfig, rows: Mapping[str, Rows]) -> bool:
     texts = {file.path: file.columns.kind == "texts" for file in files}
     if config.block_tokens is not None and not any(texts.values()):
         raise ConfigError(
-            f"data.block_tokens = {config.block_tokens}: data.pretraining names no texts, so nothing is cut into "
-            "blocks. Remove it"
+            f"data.block_tokens = {config.block_tokens}: data.pretraining names no texts, and only texts are split "
+            "into blocks. Remove the key"
         )
     if len(set(texts.values())) > 1:
         first, other = (next(path for path, found in texts.items() if found is kind) for kind in (True, False))

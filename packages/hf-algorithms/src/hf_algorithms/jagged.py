@@ -28,7 +28,7 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
 
 
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The rows of ``padded`` [B, T] cut to the lengths of the column ``like``, jagged or dense."""
+    """The rows of `padded` [B, T] cut to the lengths of the column `like`, jagged or dense."""
     longest = padded.shape[1]
     lengths = _read_rows(like)[2] if like.is_nested else torch.full((len(like),), like.shape[1], device=like.device)
     lengths = lengths.clamp(max=longest)

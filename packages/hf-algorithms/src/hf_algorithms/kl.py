@@ -19,9 +19,9 @@ _LARGEST_EXPONENT = 20.0
 def estimate_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
     """Three estimates of KL(policy || other), in nats, of each token that the policy sampled (Schulman 2020).
 
-    With d = logprobs - other_logprobs: ``k1`` = d, whose mean is the KL and which may be negative, also as a mean over
-    few samples: it is a difference, not a divergence. ``k2`` = d^2 / 2 has less variance and a bias. ``k3`` =
-    exp(-d) - 1 + d has the mean of ``k1`` and is never negative; -d is cut at 20 in both terms.
+    With d = logprobs - other_logprobs: `k1` = d has the KL as its mean, and may be negative, even averaged over a few
+    samples: it is a difference, not a divergence. `k2` = d^2 / 2 has less variance and a bias. `k3` =
+    exp(-d) - 1 + d has the mean of `k1` and is never negative; -d is cut at 20 in both terms.
 
     Args:
         logprobs: the policy's.

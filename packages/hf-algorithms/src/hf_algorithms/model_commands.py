@@ -52,7 +52,7 @@ _DRAWING = (
     click.option("--prompt-field", metavar="NAME", help="Field of the prompt."),
     click.option("--answer-field", metavar="NAME", help="Field of the answer."),
     click.option("--chat-template", metavar="TEXT", help="File or text, in place of the tokenizer's."),
-    click.option("--system-prompt", metavar="TEXT", help="First message of chats that have none."),
+    click.option("--system-prompt", metavar="TEXT", help="First message of chats without a system message."),
 )
 
 

@@ -66,7 +66,7 @@ class ModelSource:
 
     @cached_property
     def _origin(self) -> RunOrigin | None:
-        """How the run was started; None for a copy without that file, and for a run that has only begun."""
+        """Record of the run's start; None for a copy without that file, and for a run that has only begun."""
         from hf_algorithms.checkpoints.origin import read_origin
 
         file = None if self.run is None else self.run / ORIGIN

@@ -1,4 +1,4 @@
-"""Where a run's models go: the mapper's plan for the configured cluster, and the checks that a run can follow it."""
+"""Placement of a run's models: the mapper's plan for the configured cluster, and checks that a run can follow it."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def plan_placement(
 
 
 def compute_workload(config: Config, *, prompt_tokens: int, response_tokens: int | None = None) -> dict[str, Any]:
-    """One iteration as the mapper counts it: fields of ``hf_mapper.WorkloadSpec``, lengths the longest."""
+    """Returns the fields of `hf_mapper.WorkloadSpec` for one iteration; its lengths are the longest."""
     rollout, recipe = config.rollout, config.recipe
     rows, sequences = rollout.batch_size, rollout.samples_per_prompt
     if isinstance(recipe, SupervisedRecipe):
@@ -335,7 +335,7 @@ def _count_slots(config: Config) -> tuple[int, int]:
 
 
 def _check_machines(config: Config, plan: MappingPlan) -> None:
-    """The models' pools must be of the cluster's kind, and together no larger; functions have slots beside it."""
+    """Refuses models' pools with devices of another kind than the cluster's, or more of them than the cluster has."""
     names = dict.fromkeys(plan.models[role].pool for role in _models_of(config, plan))
     pools = [plan.pool(name) for name in names]
     (machines, slots), kind = _count_slots(config), config.cluster.gpu

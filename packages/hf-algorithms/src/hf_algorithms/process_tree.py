@@ -11,7 +11,7 @@ __all__ = ["MemoryMeter"]
 
 
 class MemoryMeter:
-    """Samples the resident memory of this process and all its descendants while the ``with`` block runs.
+    """Samples the resident memory of this process and all its descendants while the `with` block runs.
 
     A page that several processes share, such as Ray's object store, counts once for each of them, so the sum is an
     upper bound of what the machine gives.

@@ -226,7 +226,7 @@ class InputFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / f"passed_{stem}.py"
         file.with_suffix(".pkl").write_bytes(pickled)
-        digest = hashlib.sha256(pickled).hexdigest()  # another function is another file: it is loaded anew
+        digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
         file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
         return f"{file}:function", False
 

@@ -17,7 +17,7 @@ def check_quickstart(prepare: Callable[[RunDirectory], Config]) -> None:
     """Refuse a quickstart that cannot run, in a folder of its own: its data replaces an earlier quickstart's.
 
     Args:
-        prepare: `prepare_quickstart` with its arguments but for the directory.
+        prepare: `prepare_quickstart` with all its arguments except the directory.
 
     Raises:
         HybridFlowError: as the run itself would before anything starts.
@@ -34,7 +34,7 @@ def check_quickstart(prepare: Callable[[RunDirectory], Config]) -> None:
 def prepare_quickstart(
     directory: RunDirectory, *, seed: int = 0, iterations: int = 280, ranks: int = 2, rollout: str = "transformers"
 ) -> Config:
-    """Begin the run's directory, write the addition data to its ``data`` and return the run's configuration.
+    """Begin the run's directory, write the addition data to its `data` and return the run's configuration.
 
     Args:
         directory: the run's directory.

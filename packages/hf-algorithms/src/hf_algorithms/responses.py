@@ -218,7 +218,7 @@ class ResponseScorer:
     def score(
         self, data: PromptDataset, indices: Sequence[int], responses: Sequence[Sequence[Response]]
     ) -> dict[str, list[list[float]]]:
-        """Returns by metric the score of every response of every row; NaN where it has none.
+        """Returns by metric the score of every response of every row; NaN where a response has no score.
 
         A response whose call met its deadline or ended its process counts 0, as in a run.
 

@@ -99,10 +99,10 @@ class Restarts:
             drop_states(Path(self.config.output_dir), iteration)
 
     def _may_pass(self, error: BaseException) -> bool:
-        """Returns True for processes and clusters that are gone, and for what ranks raise or miss in an iteration.
+        """True for lost processes and lost local clusters, and for errors and timeouts of ranks in an iteration.
 
-        Before the first iteration the latter are mistakes, which a restart repeats. A cluster that others started is
-        theirs to start again.
+        Errors of ranks before the first iteration are mistakes, which a restart repeats. A cluster that the run did not
+        start is restarted by its owner.
         """
         if isinstance(error, LostClusterError):
             return error.is_local

@@ -64,7 +64,7 @@ class _PlayedGroup:
 
 
 class Roles:
-    """``roles.actor.generate_sequences(...)``: every role of a recipe as an attribute.
+    """`roles.actor.generate_sequences(...)`: every role of a recipe as an attribute.
 
     Args:
         groups: by role.
@@ -123,7 +123,8 @@ class Roles:
             near = find_similar(role, groups)
             hint = f"Did you mean {show(near[0])}?" if near else "Add it to the recipe's roles"
             raise ConfigError(
-                f"roles.{role}: the recipe has no role of that name, it has {', '.join(groups) or 'none'}. {hint}"
+                f"roles.{role}: the recipe has no role of that name, its roles are {', '.join(groups) or 'none'}. "
+                f"{hint}"
             )
         group: WorkerGroup = groups[role]
         return group
@@ -150,7 +151,7 @@ def call_keeping_scores(group: WorkerGroup, method: str, batch: BatchFuture) -> 
 
 
 def least_rows(group: WorkerGroup, method: str) -> int:
-    """Rows that a call of ``group.method`` needs so that each of the ranks that share them has one."""
+    """Returns the rows that a call of `group.method` needs so that each of the ranks that share them has one."""
     topology = group.topology
     shares = group.methods[method].protocol.distribute(topology, topology.world_size)
     rows = len({rows for rows in shares if len(rows)})

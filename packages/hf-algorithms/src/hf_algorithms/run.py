@@ -63,20 +63,20 @@ def run_training(
     on_metrics: MetricsHook | None = None,
     resume: Resumption | None = None,
 ) -> dict[str, Any]:
-    """Warm start, algorithm and evaluations of one run; its files are left in ``directory``.
+    """Warm start, algorithm and evaluations of one run; its files are left in `directory`.
 
     Args:
         plan: where the models go; None lets the mapper decide.
         search_path: folders where reward functions are looked for first.
-        on_metrics: called with each iteration and its metrics; None takes the function of ``run.on_metrics``.
+        on_metrics: called with each iteration and its metrics; None takes the function of `run.on_metrics`.
         resume: the run goes on from there.
 
     Returns:
-        The contents of ``summary.json``.
+        The contents of `summary.json`.
 
     Raises:
-        NonFiniteLossError: ``model/`` then holds the weights of the last evaluation.
-        HybridFlowError: for whatever else a user can cause.
+        NonFiniteLossError: `model/` then holds the weights of the last evaluation.
+        HybridFlowError: for any other error that a user can cause.
     """
     return run_with_restarts(
         _run_once, config, directory, plan=plan, search_path=search_path, on_metrics=on_metrics, resume=resume
@@ -158,7 +158,7 @@ class _Run:
         self._num_tokens = 0.0
 
     def execute(self, resume: Resumption | None) -> None:
-        """All phases in order; whatever happens, what was reached is on disk."""
+        """Runs all phases in order; if one fails, the results so far are on disk."""
         with closing(self._checkpoints):
             if resume is None or resume.program is None:
                 self._start(resume)

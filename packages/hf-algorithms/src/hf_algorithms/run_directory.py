@@ -41,14 +41,14 @@ class RunListener(Protocol):
     """Hears what a run writes into its directory."""
 
     def hear_metrics(self, row: Mapping[str, float | int]) -> None:
-        """Called after each object of ``metrics.jsonl``."""
+        """Called after each object of `metrics.jsonl`."""
 
     def hear_summary(self, body: dict[str, Any]) -> None:
-        """Called after each ``summary.json``."""
+        """Called after each `summary.json`."""
 
 
 class RunDirectory:
-    """Where one run leaves its files. Nothing is written or removed before :meth:`begin`.
+    """Directory in which one run leaves its files. Nothing is written or removed before `begin`.
 
     Args:
         path: the directory.
@@ -93,7 +93,7 @@ class RunDirectory:
         return self._has_begun
 
     def check_inputs(self, paths: Mapping[str, str | None]) -> None:
-        """Refuse inputs that :meth:`begin` would remove.
+        """Refuse inputs that `begin` would remove.
 
         Args:
             paths: key of the configuration and path, or None.
@@ -199,7 +199,7 @@ class RunDirectory:
                 listener.hear_summary(body)
 
     def append_metrics(self, metrics: Mapping[str, float | int]) -> None:
-        """Adds one object to ``metrics.jsonl`` at once, NaN and infinity as null."""
+        """Adds one object to `metrics.jsonl` at once, NaN and infinity as null."""
         known = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self.append_line("metrics.jsonl", json.dumps(known))
         for listener in self._listeners:
@@ -225,7 +225,7 @@ class RunDirectory:
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
-        """A folder to fill; it takes the place of folder ``name`` when the block ends without an error."""
+        """Yields a folder to fill; it replaces the folder `name` if the block ends without an error."""
         fresh = self.path / f".{name}.part"
         shutil.rmtree(fresh, ignore_errors=True)
         yield fresh

@@ -68,7 +68,7 @@ class RunStop:
                 timer.cancel()
         for signal_kind, handler in self._before.items():
             signal.signal(signal_kind, handler if handler is not None else signal.SIG_DFL)
-        if self._drops and isinstance(error, SystemExit):  # of whichever handler was there before
+        if self._drops and isinstance(error, SystemExit):  # raised by the handler that was installed before
             error.code = self.code
 
     def iterate(self, iterate: Callable[[int], None], first: int, last: int) -> bool:

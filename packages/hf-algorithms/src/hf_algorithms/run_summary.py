@@ -1,4 +1,4 @@
-"""`summary.json` of a run: written when the run begins, and at its end whatever happens, together with its trace."""
+"""`summary.json` of a run: written at its beginning and, with its trace, at its end, also after a failure."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
 
 
 def _describe_run(config: Config, inputs: SupervisedInputs) -> dict[str, Any]:
-    """What the summary says at the beginning."""
+    """Returns the entries of the summary at the beginning of a run."""
     recipe, (prompt_tokens, response_tokens) = _recipe_of(config), inputs.count_tokens(["train"])
     return {
         "algorithm": config.algorithm.name,
@@ -294,7 +294,7 @@ class _SupervisedRun:
         self._stop = stop
 
     def execute(self, resume: Resumption | None) -> None:
-        """All phases in order; what was reached is on disk, whatever happens."""
+        """Runs all phases in order; if one fails, the results so far are on disk."""
         with closing(self._checkpoints):
             if resume is None or resume.program is None:
                 self._display.phase("evaluating the starting point")

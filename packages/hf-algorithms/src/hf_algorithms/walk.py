@@ -29,9 +29,9 @@ Phase = Literal["warm start", "iterations", "evaluation", "divergence"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedCall:
-    """A call that a run will make: ``num_rows`` of ``tokens``' rows.
+    """A call that a run will make: `num_rows` of `tokens`' rows.
 
-    With fewer rows than ``least_rows`` some of the ranks that share them would have none.
+    With fewer rows than `least_rows`, some of the ranks that share the rows would not get any.
     """
 
     phase: Phase
@@ -44,7 +44,7 @@ class PlannedCall:
 
 
 def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[PlannedCall]:
-    """The calls of the warm start, of one iteration, and of every evaluation, in the layouts of ``plan``.
+    """Returns the calls of the warm start, of one iteration, and of every evaluation, in the layouts of `plan`.
 
     Raises:
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.

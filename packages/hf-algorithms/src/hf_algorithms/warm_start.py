@@ -33,14 +33,14 @@ def warm_start(
     first: int = 1,
     end_step: Callable[[int], None] = lambda step: None,
 ) -> int:
-    """Train until an evaluation reaches ``config.stop_at``, or for ``config.max_steps`` steps.
+    """Train until an evaluation reaches `config.stop_at`, or for `config.max_steps` steps.
 
     Args:
         roles: the one that generates is trained.
         batches: supervised rows, one batch a step.
         evaluate: scores the policy as it is.
         config: when to evaluate and when to stop.
-        metric: name of what ``evaluate`` measures, for notes.
+        metric: name of what `evaluate` measures, for notes.
         note: takes one line for each evaluation.
         first: number of the first step; later than 1 where earlier ones are done.
         end_step: called after each step that is not the last.
@@ -49,7 +49,7 @@ def warm_start(
         The number of steps taken, earlier ones included.
 
     Raises:
-        WarmStartError: if ``stop_at`` is never reached, or the evaluation that reaches it is above ``fail_above``.
+        WarmStartError: if `stop_at` is never reached, or the evaluation that reaches it is above `fail_above`.
     """
     from hf_algorithms.losses import SupervisedLoss
 

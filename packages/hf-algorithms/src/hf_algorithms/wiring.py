@@ -50,7 +50,7 @@ def build_roles(
 
 
 def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> SamplingParams:
-    """How responses are drawn in iteration ``step``; evaluations are step 0. They end at any of ``stop_ids``.
+    """Returns the sampling of responses in iteration `step` (0: evaluations). Responses end at any of `stop_ids`.
 
     Raises:
         ConfigError: for a value out of range.

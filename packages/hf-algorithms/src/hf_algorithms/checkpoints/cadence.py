@@ -1,4 +1,4 @@
-"""How often a run commits."""
+"""Cadence of a run's commits: by iterations, by seconds, or by their cost."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ class RunConfig(Section):
     executor: Literal["ray", "in_process"] = "ray"
     """`in_process` runs one rank in the program itself, for debuggers."""
     checkpoint_every: Literal["auto"] | _Iterations | _Seconds = "auto"
-    """How often all roles are committed to `steps/`: iterations between two commits (0: never), seconds such as
-    `"60s"`, or `"auto"`: as often as costs 5 % of the time. The last iteration is committed, too.
+    """Interval between two commits of all roles to `steps/`: iterations (0: never), seconds such as `"60s"`, or
+    `"auto"`: as often as costs 5 % of the time. The last iteration is committed, too.
     """
     keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
     """Commits that are kept; with 1 the one before goes when the newest is verified."""
@@ -41,13 +41,13 @@ class RunConfig(Section):
     evaluation that finds one commits it.
     """
     max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = 2
-    """How often the program goes on from the last commit by itself after ranks that raise, end or hang, or a lost
-    local Ray cluster; an iteration that fails twice ends the run.
+    """Restarts that the program makes by itself, from the last commit, after ranks raise, end or hang, or a local Ray
+    cluster is lost; an iteration that fails twice ends the run.
     """
     max_seconds: Positive | None = None
     """The run stops after the iteration in which this time is over, with a commit; left out: it runs to its end."""
     grace_s: Positive = 30.0
-    """How long an iteration may go on after SIGTERM, SIGHUP or `max_seconds`; after that it is dropped."""
+    """Time that an iteration has to finish after SIGTERM, SIGHUP or `max_seconds`; then it is dropped."""
     trackers: tuple[str, ...] = Field(default=(), strict=False)
     """Experiment trackers that get configuration, metrics and summary next to `metrics.jsonl`: `tensorboard`, `wandb`,
     `mlflow`, `trackio`. Each is an extra of hf-algorithms.

@@ -81,7 +81,7 @@ def _read_sources(value: object) -> str | tuple[DataSource, ...]:
             problem = describe_problem(error.errors()[0])
             raise ValueError(f"item {number} is not {{path = ..., weight = ...}}: {problem}") from None
     if len({each.weight is None for each in found}) > 1:
-        raise ValueError("some items have a weight and some have none. Set a weight for all or for none")
+        raise ValueError("some items have a weight and some do not. Set a weight for all or for none")
     return tuple(found)
 
 

@@ -45,7 +45,7 @@ class AnswerDataset:
         max_tokens: of a row.
         source: where the rows are from, for messages: key and value.
         turns: how chats are written; by default with the tokenizer's own template.
-        too_long: what happens to a longer row: it is refused, left out, or loses its start, but for the token that
+        too_long: what happens to a longer row: it is refused, left out, or loses its start, except the token that
             begins every sequence.
 
     Raises:
@@ -212,7 +212,7 @@ class AnswerDataset:
         return _Sequence(whole[:first], whole[first:], mask[first:])
 
     def _cut(self, found: _Sequence) -> _Sequence:
-        """Without its start, but for the token that begins a sequence; one token stays before what is trained."""
+        """Removes the start, except the token that begins a sequence; one token stays before those that are trained."""
         ids, mask = found.prompt + found.response, [False] * len(found.prompt) + found.mask
         keeps = self._max_tokens > 2 and ids[0] == self._tokenizer.bos_token_id
         start = len(ids) - self._max_tokens + keeps

@@ -47,9 +47,9 @@ class PromptDataset:
             rows: rows that `open_rows` or `load_rows` read.
             tokenizer: the model's.
             turns: how its chats are written; by default with the tokenizer's own template.
-            source: where the rows come from, for messages, such as ``data.train = 'train.jsonl'``.
-            max_prompt_tokens: bound on the tokens of a prompt; None: there is none.
-            too_long: what happens to a longer prompt: it is refused, its row dropped, or its beginning cut off, but for
+            source: where the rows come from, for messages, such as `data.train = 'train.jsonl'`.
+            max_prompt_tokens: bound on the tokens of a prompt; None: no bound.
+            too_long: what happens to a longer prompt: it is refused, its row dropped, or its beginning cut off, except
                 the token that begins every sequence.
 
         Raises:
@@ -162,10 +162,10 @@ class PromptDataset:
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
         """The chosen rows with the answer as the response to learn: its tokens, then the one that ends a turn.
 
-        A longer answer is cut to ``max_response_tokens`` and loses its end; :meth:`count_cut_answers` says how many.
+        A longer answer is cut to `max_response_tokens` and loses its end; `count_cut_answers` counts them.
 
         Returns:
-            the columns of :meth:`prompts`, ``response_ids`` jagged int64 [B, tokens] and ``response_mask`` jagged
+            the columns of `prompts`, `response_ids` jagged int64 [B, tokens] and `response_mask` jagged
             bool [B, tokens], all true.
 
         Raises:
@@ -185,7 +185,7 @@ class PromptDataset:
         return batch
 
     def count_cut_answers(self, max_response_tokens: int) -> int:
-        """How many answers of the data set, with their end of sequence, are longer than ``max_response_tokens``."""
+        """Returns the number of answers that, with their end of sequence, are longer than `max_response_tokens`."""
         return sum(length > max_response_tokens for length in self._answer_lengths)
 
     @cached_property

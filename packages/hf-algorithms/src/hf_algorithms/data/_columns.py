@@ -66,7 +66,7 @@ def has_answers_in_chats(prompt: str | None) -> bool:
 
 
 def describe_answer(kind: Kind, prompt: str | None, answer: str | None) -> str:
-    """Where rows of this kind have their answers, such as `answer = 'label'`."""
+    """Returns the place of the answers in rows of this kind, such as `answer = 'label'`."""
     if answer is None and kind == "chats" and has_answers_in_chats(prompt):
         return "answer = the last message, where it is the assistant's"
     return f"{'text' if kind == 'texts' else 'answer'} = {show(answer) if answer else 'none'}"
@@ -132,7 +132,7 @@ def find_columns(
 
 
 def find_prompt_of_pairs(records: Sequence[Mapping[str, Any]], *, where: str, prompt_field: str | None) -> str | None:
-    """Finds the prompt's column of pairs; None if they have none. `messages` hold a whole chat, not a prompt.
+    """Returns the column of the prompts of pairs, or None. `messages` is not one: it holds a whole chat.
 
     Raises:
         DataError: as `find_columns` does.

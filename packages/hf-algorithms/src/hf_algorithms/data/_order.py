@@ -19,7 +19,7 @@ _LONGEST_ROUND = 10_000
 
 
 def select_rows(num_rows: int, batch_size: int, *, iteration: int, seed: int) -> list[int]:
-    """The rows of iteration ``iteration`` (from 0) when shuffled epochs are read one after the other.
+    """Returns the rows of iteration `iteration` (from 0) when shuffled epochs are read one after the other.
 
     Each epoch is a permutation of its own; each row comes once per epoch, and a batch may end one epoch and begin
     the next, or hold several. Nothing is remembered: a run resumed at iteration i reads what it would have read.

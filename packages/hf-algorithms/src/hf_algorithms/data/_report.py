@@ -213,7 +213,7 @@ def describe_data(
             longest prompt leaves.
         max_prompt_tokens: as `data.max_prompt_tokens`.
         too_long: as `data.too_long`.
-        block_tokens: as `data.block_tokens`; None: texts are not cut into blocks.
+        block_tokens: as `data.block_tokens`; None: texts are not split into blocks.
 
     Raises:
         DataError: for the first row that a run refuses.

@@ -46,7 +46,7 @@ class Row:
 
     Attributes:
         prompt: text, or the messages of a chat; empty for a text to pretrain on, which is the answer.
-        answer: reference answer; None if the data has none.
+        answer: reference answer; None where the data does not have one.
         columns: all other columns by name, as JSON values.
     """
 
@@ -142,7 +142,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     A path may be a pattern. A decimal number keeps its spelling as `str(value.spelling)` of a `float`.
 
     Raises:
-        DataError: as `load_rows` does, but for the fields.
+        DataError: as `load_rows` does, except for the fields.
     """
     for _, table in open_tables(path):
         for row, record in enumerate(table.records()):

@@ -52,7 +52,7 @@ class _IndexedFile:
             offset += len(line)
 
     def mapped(self) -> mmap.mmap:
-        """The whole file as bytes that are read on demand."""
+        """Maps the whole file into memory; pages are loaded when they are used."""
         return mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def add(self, start: int, end: int) -> None:

@@ -1,7 +1,7 @@
-"""How texts and chats become token ids, and the tokens at which a response ends.
+"""Tokenization of texts and chats, and the tokens at which a response ends.
 
 Prompts, supervised responses and rewards all read tokens through this module, so that they agree about templates, the
-begin of a sequence and the end of a turn.
+beginning of a sequence and the end of a turn.
 """
 
 from __future__ import annotations

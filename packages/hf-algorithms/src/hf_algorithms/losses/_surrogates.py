@@ -115,7 +115,7 @@ class Clip(_Ranged):
     low: float = 0.2
     high: float = 0.2
     dual: float | None = None
-    """Where A < 0 the loss is at most -A dual (dual clip, Ye et al. 2020, eq. 5)."""
+    """Bounds the loss where A < 0: it is at most -A dual (dual clip, Ye et al. 2020, eq. 5)."""
     ratio_cap: float | None = None
     """A ratio above it weighs that much, with the gradient of `ratio_cap` * lp (truncated importance sampling).
 

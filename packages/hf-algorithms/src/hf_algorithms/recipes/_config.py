@@ -233,7 +233,7 @@ class ClipKeys(AlgorithmConfig):
     clip_high: Coefficient = 0.2
     """See `clip_low`."""
     dual_clip: Annotated[float, Field(gt=1, le=_LARGEST)] | None = None
-    """Where the advantage is negative, the largest ratio that counts."""
+    """Largest ratio that counts where the advantage is negative."""
 
 
 class ScoreClipKeys(AlgorithmConfig):

@@ -46,7 +46,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     # Ranks import the module by its name as well: they look in the folders of this path.
     sys.path += [folder for folder in folders if folder not in sys.path]
     module = _import(place, label)
-    origin = getattr(module, "__file__", None)  # built-in modules have none
+    origin = getattr(module, "__file__", None)  # built-in modules have no file
     if reference.rpartition(":")[0].endswith(".py") and Path(origin or "").resolve() != file:
         raise ConfigError(f"{label}: another module is named {show(place)}, {origin or 'built in'}. Rename the file")
     found = getattr(module, name, None)

@@ -139,8 +139,8 @@ class Recipe:
         config: class of the `[algorithm]` section.
         roles: every role that the step calls.
         step: the program of one iteration.
-        played: roles that the step calls and another one plays, with its adapters off: by name, the other role and the
-            methods by which it answers. See `share_bases`.
+        played: roles that another role plays with its adapters off: by name, that role and those of its methods that
+            take the calls. See `share_bases`.
 
     Raises:
         ConfigError: for a field of another type, two roles of one name, roles that start from one another, or a step

@@ -72,7 +72,7 @@ class DistillationConfig(ClipKeys, PolicyConfig):
     teacher's likeliest tokens, without a policy gradient.
     """
     top_k: Annotated[int, Field(ge=1)] = 32
-    """Tokens that `signal = "top_k"` tells apart; all others are one outcome."""
+    """Tokens that `signal = "top_k"` distinguishes; all others count as one outcome."""
 
     @property
     def reader_of_old_logprobs(self) -> str | None:

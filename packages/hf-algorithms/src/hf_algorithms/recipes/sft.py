@@ -102,8 +102,8 @@ def build_dataset(
         return LearnedBlocks(rows, turns, block_tokens=find_block_tokens(config, max_tokens), source=source)
     if data.block_tokens is not None:
         raise ConfigError(
-            f"data.block_tokens = {show(data.block_tokens)}: {source} has no texts, so nothing is cut into blocks. "
-            "Remove it"
+            f"data.block_tokens = {show(data.block_tokens)}: {source} has no texts, and only texts are split into "
+            "blocks. Remove the key"
         )
     if data.too_long != "error":  # otherwise what a forward pass has no room for is refused, with the key to raise
         max_tokens = min(max_tokens, config.training.micro_batch_tokens)

@@ -1,4 +1,4 @@
-"""A run's directory as one page, ``report.html`` (no network, no server, no scripts), and its trace as two tables."""
+"""A run's directory as one page, `report.html` (no network, no server, no scripts), and its trace as two tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Breakdown", "Usage", "load_breakdown", "render_breakdown", "write_re
 
 
 def load_breakdown(directory: str | Path) -> Breakdown:
-    """What the calls of the run in ``directory`` spent their time on, from its ``trace.json``.
+    """Returns the times of the calls of the run in `directory`, from its `trace.json`.
 
     Raises:
         DataError: when there is no trace, it is damaged, or it has no call.
@@ -30,10 +30,10 @@ def load_breakdown(directory: str | Path) -> Breakdown:
 
 
 def write_report(directory: str | Path) -> Path:
-    """Write ``report.html`` from the files that a run left in ``directory``, and return its path.
+    """Write `report.html` from the files that a run left in `directory`, and return its path.
 
-    Reads ``config.toml``, ``metrics.jsonl``, ``summary.json``, ``trace.json`` and ``samples/``. A file that is
-    absent leaves out its part of the page; one that cannot be read is named on the page.
+    Reads `config.toml`, `metrics.jsonl`, `summary.json`, `trace.json` and `samples/`. If a file is absent,
+    its part of the page is left out; a file that cannot be read is named on the page.
 
     Raises:
         DataError: when none of the files is there, or the page cannot be written.

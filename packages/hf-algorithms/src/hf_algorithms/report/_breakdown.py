@@ -1,4 +1,4 @@
-"""Where the time of a run went: by role and method, and by pool. Arithmetic on the calls of its trace."""
+"""Breakdown of the time of a run by role and method, and by pool, computed from the calls of its trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What the calls of a role, or of one of its methods, took. Seconds and bytes are summed over calls and ranks.
+    """Time and bytes of the calls of a role, or of one of its methods, summed over calls and ranks.
 
     Attributes:
         role: the role.
@@ -50,7 +50,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUsage:
-    """How busy the slots of a pool were. A slot is busy while a call on it fetches, computes or stores.
+    """Busy time of the slots of a pool. A slot is busy while a call on it fetches, computes or stores.
 
     Attributes:
         pool: its name.
@@ -83,10 +83,10 @@ class Breakdown:
 
 
 def compute_breakdown(calls: Sequence[TimelineCall]) -> Breakdown:
-    """The breakdown of what is a worker's call among ``calls``; other spans are left out.
+    """Returns the breakdown of the workers' calls among `calls`; other spans are left out.
 
     Raises:
-        DataError: if there is none, or one lacks its times.
+        DataError: if there is no such call, or one lacks its times.
     """
     calls = sorted((call for call in calls if "call" in call.arguments), key=lambda call: call.start_us)
     if not calls:

@@ -1,4 +1,4 @@
-"""What a run left behind, read with patience: a run that was killed left half of it."""
+"""Reader of a run's files that accepts missing and damaged ones, as a killed run leaves them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class RunFiles:
 
     Attributes:
         name: of the directory.
-        config_text: ``config.toml`` as it is.
+        config_text: `config.toml` as it is.
         iterations: one per line of `metrics.jsonl`.
-        columns: values of every metric at each; NaN where a line has none.
+        columns: values of every metric at each iteration; NaN where a line does not have the metric.
         events: of the Chrome trace.
-        samples: by moment (``before``, ``after``), each a list of prompt, response, answer and score, of the test rows.
+        samples: by moment (`before`, `after`), each a list of prompt, response, answer and score, of the test rows.
         unreadable: one sentence for each file, or line, that could not be read.
     """
 
@@ -51,10 +51,10 @@ class RunFiles:
 
 
 def read_run(directory: Path) -> RunFiles:
-    """Read whatever is there.
+    """Reads those files of a run that exist.
 
     Raises:
-        DataError: when nothing is.
+        DataError: if no file exists.
     """
     unreadable: list[str] = []
     texts = {name: _read_text(directory / name, unreadable) for name in _NAMES if name != "metrics.jsonl"}
@@ -90,7 +90,7 @@ def describe_end(summary: Mapping[str, Any]) -> str:
 
 
 def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
-    """The events of ``trace.json``.
+    """Returns the events of `trace.json`.
 
     Raises:
         DataError: when the file is absent, cannot be read or is not a Chrome trace.

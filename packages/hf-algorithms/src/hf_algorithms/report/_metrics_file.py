@@ -21,10 +21,10 @@ _LONGEST_LINE = 1 << 20
 
 
 class MetricsFile:
-    """The numbers of `metrics.jsonl` by name, one value an iteration; NaN where a line has none.
+    """The numbers of `metrics.jsonl` by name, one value an iteration; NaN where a line has no value.
 
-    `refresh` reads what was appended since. A file that shrank or was replaced is read from its beginning; of one that
-    was deleted, what was read is kept.
+    `refresh` reads what was appended since. A file that shrank or was replaced is read from its beginning; after it
+    was deleted, the values read before are kept.
 
     Args:
         path: of the file, which need not exist yet.

@@ -27,7 +27,7 @@ class Token:
     """One token of a response.
 
     Attributes:
-        id: in the vocabulary; None where the file has none.
+        id: in the vocabulary; None where the file has no id.
         text: as the tokenizer decodes it alone.
         sampler_logprob: as the generation engine reported it, or None.
         trainer_logprob: of the training engine before the update, or None.
@@ -58,7 +58,7 @@ class SampleRecord:
         number: of the line, from 0.
         set: name of the rows that it belongs to: `train`, or an evaluation's.
         group: responses to the same prompt have the same one.
-        sample: name of the response in its run, `epoch/row/number/attempt`; empty where the file has none.
+        sample: name of the response in its run, `epoch/row/number/attempt`; empty where the file has no name.
         rewards: by name; the weighted sum is `score`.
         num_tokens: of the response; 0 where unknown.
         tokens: of the response, where the run wrote them.

@@ -1,4 +1,4 @@
-"""What the model said before and after, side by side."""
+"""Responses of the model before and after the run, side by side."""
 
 from __future__ import annotations
 

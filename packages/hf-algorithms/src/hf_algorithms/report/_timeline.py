@@ -47,12 +47,12 @@ class TimelineCall:
 
     @property
     def role(self) -> str:
-        """What stands before the dot in ``actor.update_actor``."""
+        """Part of the name before the dot: `actor` in `actor.update_actor`."""
         return self.name.partition(".")[0]
 
     @property
     def method(self) -> str:
-        """What stands behind the dot."""
+        """Part of the name after the dot, or the whole name."""
         return self.name.partition(".")[2] or self.name
 
 
@@ -90,7 +90,7 @@ class _Open:
 
 
 def read_timeline(events: Sequence[Mapping[str, Any]]) -> dict[int, Timeline]:
-    """Every iteration that the trace names: calls carry ``args.iteration``; spans inside a call are its parts."""
+    """Returns every iteration that the trace names: calls carry `args.iteration`; spans inside a call are its parts."""
     labels = _read_labels(events)
     by_iteration: dict[int, list[TimelineCall]] = {}
     for call in read_calls(events):

@@ -39,7 +39,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @runtime_checkable
 class SupportsAnswerCheck(Protocol):
-    """A reward function that says beforehand which answers of the data it can read."""
+    """A reward function that can check the answers of the data before a run."""
 
     def check_answer(self, answer: str) -> object:
         """Raises an exception, such as a ValueError with the reason, or returns False for an answer it cannot read."""
@@ -52,7 +52,7 @@ def answers_checked_by(
     """Decorator of a reward function: `check` becomes its `check_answer`, see `SupportsAnswerCheck`.
 
     Args:
-        check: called with each answer of the data, and with an empty text where a row has none.
+        check: called with each answer of the data, and with an empty text for a row without an answer.
         needs_answers: the function returns None where a row has no answer. Such rows are not checked, and data without
             any answer is refused.
     """
@@ -160,7 +160,7 @@ def check_metric(
         return
     checked = _load_and_check(named, search_path)
     _check_parameters(named, checked.binding, answer_name, {source: rows})
-    remedy = "Name the column of the answers, or use a function that needs none"
+    remedy = "Name the column of the answers, or use a function that needs no answers"
     _check_presence(named, checked, source, rows, answer_name, remedy)
     if checked.check_answer is not None:
         with imports_from(search_path):
@@ -355,7 +355,7 @@ def _is_false(found: object) -> bool:
 
 
 def _describe(error: BaseException) -> str:
-    """Returns the message of an exception, or its class if it has none or cannot show it."""
+    """Returns the message of an exception, or its class if the message is empty or cannot be shown."""
     text = " ".join("".join(traceback.format_exception_only(error)).split())
     own, colon, message = text.partition(": ")
     return shorten(message if colon and own.endswith(("ValueError", "DataError")) else text, _MOST_REASON)

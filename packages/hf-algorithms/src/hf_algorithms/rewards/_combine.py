@@ -16,12 +16,12 @@ __all__ = ["combine_scores"]
 def combine_scores(parts: Mapping[str, tuple[float, torch.Tensor]], *, required: Collection[str] = ()) -> torch.Tensor:
     """Returns the weighted sum of scores, float64 [B].
 
-    NaN says that a part does not apply to a response, as TRL takes None: the sum is over the other parts. A response
-    has no score (NaN) where no part of a weight other than 0 has one, and where a `required` part has none.
+    A part that is NaN does not apply to the response, like None in TRL: the sum is over the other parts. A response
+    has no score (NaN) if all parts with a weight other than 0 are NaN, or if a `required` part is NaN.
 
     Args:
         parts: weight and scores [B] by name.
-        required: names without whose score a response has none.
+        required: names of the parts without which a response has no score.
 
     Raises:
         BatchError: for no parts, or parts of different lengths.

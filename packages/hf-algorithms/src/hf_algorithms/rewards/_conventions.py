@@ -82,7 +82,7 @@ CONVENTIONS: Mapping[str, Convention] = {
 
 @dataclass(frozen=True)
 class Binding:
-    """How one function is called.
+    """The call of one function: its convention and its parameters.
 
     Attributes:
         style: key of `CONVENTIONS`.
@@ -120,7 +120,7 @@ def bind_function(
         what: names the function in messages: key and value of the configuration.
         function: a user's.
         style: a convention by name; `auto`: the one that the parameters show.
-        style_key: the user's name of the style in messages; None: the function has none.
+        style_key: the user's name of the style in messages; None: the function has no such key.
 
     Raises:
         ConfigError: for parameters of two conventions, or of none.

@@ -13,7 +13,7 @@ def _check_answer(answer: str) -> None:
 
 @answers_checked_by(_check_answer, needs_answers=True)
 def exact_match(prompts: list[str], responses: list[str], answers: list[str | None]) -> list[float | None]:
-    """1.0 for a response that equals its answer but for white space around it, else 0.0; None without an answer."""
+    """Returns 1.0 if response and answer are equal after stripping white space, else 0.0; None without an answer."""
     return [
         None if answer is None else float(response.strip() == answer.strip())
         for response, answer in zip(responses, answers, strict=True)

@@ -60,7 +60,7 @@ class ScoredSamples:
     Attributes:
         scores: NaN where a response cannot be scored.
         failed: True where a call met its deadline or ended its process.
-        metrics: further numbers by name; NaN where a response has none.
+        metrics: further numbers by name; NaN where a response has no number.
         logged: sum and count of what TRL's `log_metric` was given, by name.
         columns: values that TRL's `log_extra` was given, by column; None for responses without one.
     """

@@ -1,4 +1,4 @@
-"""Rewards for grade-school word problems, whose solutions end in a line ``#### 72``."""
+"""Rewards for grade-school word problems, whose solutions end in a line `#### 72`."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "numb
 
 
 def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
-    """Import ``module`` and return its ``function``.
+    """Import `module` and return its `function`.
 
     Args:
         name: `module:function`, where dots lead into packages; `file.py:function`, with a path from any folder; or
@@ -174,7 +174,7 @@ def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
 
 @contextmanager
 def _found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
-    """Within it, ``name`` is imported from where ``spec`` is; a module from elsewhere, or as it was, is forgotten."""
+    """Imports `name` from the place of `spec` in the block; drops a module loaded from elsewhere, or changed since."""
     loaded, digest = sys.modules.get(name), _digest(spec)
     is_other = loaded is not None and _origin(loaded.__spec__) != _origin(spec)
     if is_other or _DIGESTS.get(name, digest) != digest:

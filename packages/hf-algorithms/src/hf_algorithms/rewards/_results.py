@@ -27,8 +27,8 @@ class CallScores(NamedTuple):
 
     Attributes:
         scores: one for each response; NaN where it cannot be scored.
-        metrics: further numbers by name, one for each response; NaN where a response has none.
-        log: of what the function logged; None where it was offered none.
+        metrics: further numbers by name, one for each response; NaN where a response has no number.
+        log: values that the function logged; None where it was not offered a log.
     """
 
     scores: list[float]

@@ -24,7 +24,7 @@ class Samples:
     Attributes:
         prompts: texts.
         responses: texts.
-        answers: reference answers; None where the data has none.
+        answers: reference answers; None where the data does not have one.
         prompt_ids: tokens.
         response_ids: tokens.
         truncated: True for a response that was cut by its length.
@@ -185,4 +185,4 @@ _OF_STYLE: Mapping[str, Mapping[str, _Build]] = {
         "info": lambda samples: samples._column("info", {}),
     },
 }
-"""How the value of a parameter is made."""
+"""By convention and parameter, the function that makes the value of the parameter."""

@@ -1,4 +1,4 @@
-"""What TRL's functions ask of a trainer: its state, and callables that log numbers and columns."""
+"""Parts of a trainer that TRL's functions use: its state, and callables that log numbers and columns."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ class _Listener:
         self._hook_failure: str | None = None
 
     def hear_metrics(self, row: Mapping[str, float | int]) -> None:
-        """Passes the metrics of an iteration on; never raises but for Ctrl-C and signals."""
+        """Passes the metrics of an iteration on; raises nothing except for Ctrl-C and signals."""
         self._iteration = int(row["iteration"])
         numbers = select_numbers(row)
         for channel in self._channels:

@@ -1,4 +1,4 @@
-"""Contract of a tracker, and what it is told about a run."""
+"""Interface of a tracker, and the facts about a run that it gets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = [
 ]  # fmt: skip
 
 Status = Literal["finished", "interrupted", "failed"]
-"""How a run ended."""
+"""End of a run: all iterations, stopped by the user or a signal, or an error."""
 EXPERIMENT = "hybridflow"
 """Project, or experiment, of all runs; each library has an environment variable for another one."""
 _HIDDEN = "***"

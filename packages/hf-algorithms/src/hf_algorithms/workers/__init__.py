@@ -1,4 +1,4 @@
-"""Role workers: an engine backend and a loss behind ``@register``; reward and advantage hold no model."""
+"""Role workers: an engine backend and a loss behind `@register`; reward and advantage hold no model."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["probe_adapters"]
 _MOST_TOKENS = 16
 _FIRST_STD, _LARGEST_STD, _FACTOR = 1e-3, 100.0, 4.0
 _MARGIN = 4.0
-"""Bounds by which the adapters move the log-probs of the base, so that the two can be told apart."""
+"""Multiple of the bound by which the adapters must move the base's log-probs, so that the two are distinguishable."""
 
 
 def probe_adapters(

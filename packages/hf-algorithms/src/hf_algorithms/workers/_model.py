@@ -45,7 +45,7 @@ class ModelWorker(Worker):
 
     Args:
         model: directory or hub name that transformers loads.
-        backend: name of a ``hf_engine.train_backends`` entry point.
+        backend: name of a `hf_engine.train_backends` entry point.
         training: optimizer, micro-batches, sharding.
         offload: weights and optimizer rest in host memory between calls.
     """
@@ -145,7 +145,7 @@ class ModelWorker(Worker):
 
     @classmethod
     def one_layout_per_process(cls, kwargs: Mapping[str, Any]) -> bool:
-        """Whether the backend's library has room for one layout; imports it."""
+        """True if a process can hold one layout of the backend's library only; imports the library."""
         return "backend" in kwargs and load_train_backend(kwargs["backend"]).one_layout_per_process
 
     def close(self) -> None:

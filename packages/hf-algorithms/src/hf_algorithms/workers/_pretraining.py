@@ -67,7 +67,7 @@ def join_pretraining(
 
 
 def _join(column: torch.Tensor, pretraining: TensorDict, name: str) -> torch.Tensor:
-    """The column of both batches; zeros where the pretraining rows have none."""
+    """Joins the column of both batches; zeros stand for a column that the pretraining rows lack."""
     if not column.is_nested:
         other = pretraining.get(name, None)
         if other is None:

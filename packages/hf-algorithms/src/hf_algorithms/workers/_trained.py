@@ -73,7 +73,7 @@ class TrainedWorker(ModelWorker):
         Raises:
             ConfigError: for a name that no loss has, or outputs that the model lacks.
             BatchError: without a denominator, for a batch in which nothing is trained.
-            BackendError: for whatever the loss raises, with its place; the group goes on.
+            BackendError: for any exception of the loss, with its file and line; the group can be called again.
         """
         found = find_loss(loss, self.head) if isinstance(loss, str) else loss
         if denominator is None:

@@ -43,7 +43,7 @@ class ActorWorker(PolicyWorker):
     """One rank of the policy: a training backend and a generation backend joined by a hybrid engine.
 
     Args:
-        rollout: name of a ``hf_engine.rollout_backends`` entry point.
+        rollout: name of a `hf_engine.rollout_backends` entry point.
         rollout_options: more of what its `build` takes, such as the size of the KV cache.
         bucket_bytes: bound on the buffers in which weights travel to it; None: the engine's own.
     """
@@ -98,7 +98,7 @@ class ActorWorker(PolicyWorker):
     )
     @on_device
     def generate_sequences(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
-        """``sampling.n`` responses to every prompt, drawn from the current weights.
+        """Draws `sampling.n` responses to every prompt from the current weights.
 
         Returns:
             B * n rows, the n samples of a prompt one after another. `sample_id` int64 [B * n, 4] names each: epoch,
@@ -161,11 +161,11 @@ class ActorWorker(PolicyWorker):
     )
     @on_device
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
-        """``old_logprobs`` of the response tokens, jagged [B, T], under the current weights.
+        """`old_logprobs` of the response tokens, jagged [B, T], under the current weights.
 
         Log-probs that are not finite end here, before they reach the critic. Where the engine's memory cannot be read,
         samples of the current weights prove what it generates from, in every iteration: see
-        ``hf_engine.check_logprobs``. (The first ones were looked at by the ``HybridEngine``.)
+        `hf_engine.check_logprobs`. (The first ones were looked at by the `HybridEngine`.)
         """
         found = self._compute_logprobs(batch, temperature)
         if "rollout_logprobs" in batch:
@@ -232,7 +232,7 @@ class ActorWorker(PolicyWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
-        """Use ``learning_rate`` from the next step on; a ``constant`` one has no schedule until a model is loaded."""
+        """Use `learning_rate` from the next step on; a `constant` one has no schedule until a model is loaded."""
         self._train.set_learning_rate(learning_rate, **({"constant": True} if constant else {}))
 
     @register(protocol=THREE_D_ALL_MICRO_DP, reads=("row_id", "prompt_ids"), returns="object")

@@ -149,16 +149,16 @@ class AdvantageWorker(Worker):
         What needs a column that is absent is left out. `response/truncated` is the share of responses that were cut by
         their length; for scores and groups see `hf_algorithms.advantages.compute_score_metrics`.
 
-        ``kl/k1``, ``kl/k2`` and ``kl/k3`` estimate the KL to the reference in nats per trained token (see
-        `estimate_kl`); ``kl_sequence/k1`` and ``kl_sequence/k3`` are sums over the trained tokens of a response. They
+        `kl/k1`, `kl/k2` and `kl/k3` estimate the KL to the reference in nats per trained token (see
+        `estimate_kl`); `kl_sequence/k1` and `kl_sequence/k3` are sums over the trained tokens of a response. They
         are those of the policy before the update; without `old_logprobs` here the update itself reports them.
-        ``response/tokens`` counts trained tokens.
+        `response/tokens` counts trained tokens.
 
         `distillation/kl` is the mean over trained tokens of the policy's log-prob less the teacher's.
 
-        ``rollout/logprob_gap`` is the mean over trained tokens of |sampler's log-prob - trainer's|, ``..._max`` the
-        largest, ``..._share`` the share of tokens above `GAP_BOUND`; for ``rollout/mismatch_k3`` and
-        ``rollout/weight_*`` see `measure_mismatch`. They are left out where the sampler's log-probs were taken as old
+        `rollout/logprob_gap` is the mean over trained tokens of |sampler's log-prob - trainer's|, `..._max` the
+        largest, `..._share` the share of tokens above `GAP_BOUND`; for `rollout/mismatch_k3` and
+        `rollout/weight_*` see `measure_mismatch`. They are left out where the sampler's log-probs were taken as old
         ones: then there is nothing to compare before the update. Means over tokens are left out where
         there is no trained token.
         """
@@ -235,7 +235,7 @@ def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict
             raise BatchError(f"{label}: {name} has dtype {value.dtype}. Return real numbers")
         trained = value if value.dim() == 1 else value.masked_fill(~mask, 0)
         of_rows = value.dim() == 1
-        # NaN is the value of a row that has none.
+        # NaN stands for a row without a value.
         wrong = trained.isinf() if of_rows and name != "advantages" else ~trained.isfinite()
         if bool(wrong.any()):
             row = int(wrong.nonzero()[0, 0])

@@ -1,4 +1,4 @@
-"""The critic: values of states, trained beside the actor."""
+"""The critic: values of states, trained in addition to the actor."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class CriticWorker(TrainedWorker):
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     @on_device
     def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
-        """``values``, jagged [B, T]: the value before each response token was drawn, in the unit of rewards.
+        """`values`, jagged [B, T]: the value before each response token was drawn, in the unit of rewards.
 
         Args:
             batch: prompts and responses.
@@ -61,7 +61,7 @@ class CriticWorker(TrainedWorker):
     @on_device
     @record_call
     def update_critic(self, batch: TensorDict, loss: Loss) -> Metrics:
-        """One optimizer step on ``loss``; with `next_returns` also on the position after the last token."""
+        """One optimizer step on `loss`; with `next_returns` also on the position after the last token."""
         if "next_returns" in batch:
             has_room = ~batch["next_returns"].isnan()
             beyond = {name: batch[f"next_{name}"] for name in ("values", "returns") if name in batch}

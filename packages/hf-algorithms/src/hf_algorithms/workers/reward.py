@@ -222,7 +222,7 @@ class RewardWorker(_FunctionWorker):
 
     @register(protocol=RANK_ZERO, reads=_SCORED, writes=("scores",))
     def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
-        """`scores` float32 [B]: the weighted sum of the functions' scores; NaN where a response has none.
+        """`scores` float32 [B]: the weighted sum of the functions' scores; NaN for a response without a score.
 
         A function that returns None or NaN for a response has no part in its sum; where no function of a weight other
         than 0 scores it, and where a call met its deadline or ended its process, the response has no score. A reward
@@ -241,9 +241,9 @@ class RewardWorker(_FunctionWorker):
 
     @register(protocol=RANK_ZERO, reads=_READS, writes=("named_scores",))
     def compute_named_reward(self, batch: TensorDict, name: str) -> TensorDict:
-        """`named_scores` float64 [B]: the scores of one function alone, NaN where it has none.
+        """`named_scores` float64 [B]: the scores of one function alone; NaN for a response without one.
 
-        Of a batch that `compute_reward` has just scored nothing is called again.
+        For the batch that `compute_reward` has just scored, its scores are used and nothing is called again.
 
         Raises:
             ConfigError: if no function has this name.

@@ -1,4 +1,4 @@
-"""Models that answer one number for a prompt and its response: reward models and cost models."""
+"""Models that compute one number from a prompt and its response: reward models and cost models."""
 
 from __future__ import annotations
 

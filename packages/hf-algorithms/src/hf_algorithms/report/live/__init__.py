@@ -1,7 +1,7 @@
 """Pages about runs while they go on: files in, HTML out, over HTTP on this machine.
 
-What is drawn is drawn by `report/`; here is what reads files again and again, and what answers requests. Nothing here
-writes into a run, and nothing is fetched from a network.
+This folder polls the files and serves the requests; `report/` draws the pages. Nothing here writes into a run, and
+nothing is fetched from a network.
 """
 
 from __future__ import annotations

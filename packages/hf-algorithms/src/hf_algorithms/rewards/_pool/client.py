@@ -26,9 +26,9 @@ _START = "import json, sys; sys.path[:] = json.loads(sys.argv[3]); from {0} impo
 _HOST = "hf_algorithms.rewards._pool.host"
 _END_S = 5.0
 _LOOK_S = 1.0
-"""Between two looks at a host that has not answered."""
+"""Interval between two looks at a host that has not answered."""
 _MOST_LOOKS = 10
-"""So many looks in a row find a host stopped before it is ended. A worker that is stopped too takes none."""
+"""Consecutive looks that find a host stopped before it is ended. A worker that is stopped as well does not look."""
 
 
 class RewardPool:
