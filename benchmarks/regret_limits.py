@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from simulator_errors import MEASURED, OTHER_SWEEP, load_cases
 
-from hf_mapper.measured import TrainingCase
+from hf_mapper.measurements.cases import TrainingCase
 
 NUM_FACTORS = 200_000
 LARGEST = 0.15

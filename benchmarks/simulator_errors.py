@@ -2,7 +2,7 @@
 
     simulator_errors.py FOLDER              writes the errors of the shipped constants into the page
     simulator_errors.py FOLDER --check      exits with 1 where an error is more than a tenth above the published one
-    simulator_errors.py FOLDER --refit      prints the values of hf_mapper/constants.py, fitted again
+    simulator_errors.py FOLDER --refit      prints the values of hf_mapper/constants.toml, fitted again
     simulator_errors.py FOLDER --left-out   writes the errors of calibrations on other sweeps and models into the page
 
 FOLDER holds the measured tables; by default ../shared/perf-data next to the repository.
@@ -14,11 +14,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hf_mapper.calibration import GroupError, apply_constants, cross_validate, find_free_constants, fit_constants
-from hf_mapper.constants import FITS, Fit, find_family
-from hf_mapper.statistics import compute_bias, compute_mape, compute_spearman
-from hf_mapper.tables import SkipRow, read_tables
-from hf_mapper.validation import Case, build_cases, compute_sweeps
+from hf_mapper.constants import Fit, find_family, read_fits
+from hf_mapper.measurements.calibration import (
+    GroupError,
+    apply_constants,
+    cross_validate,
+    find_free_constants,
+    fit_constants,
+)
+from hf_mapper.measurements.error_metrics import compute_bias, compute_mape, compute_spearman
+from hf_mapper.measurements.tables import SkipRow, read_tables
+from hf_mapper.measurements.validation import Case, build_cases, compute_sweeps
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT.parent / "shared" / "perf-data"
@@ -65,7 +71,7 @@ def load_cases(folder: Path) -> list[Case]:
 
 
 def build_constant_rows() -> Iterator[list[str]]:
-    for fit in FITS:
+    for fit in read_fits():
         values = ", ".join(f"{name} {value:.3g}" for name, value in fit.values.items())
         yield [fit.gpu, fit.stack, values, f"{fit.source}: {', '.join(fit.models)}"]
 
@@ -75,7 +81,7 @@ def build_error_rows(cases: Sequence[Case]) -> Iterator[list[str]]:
     for case in cases:
         groups.setdefault((_describe_source(case), case.phase, case.gpu), []).append(case)
     for key, group in groups.items():
-        fitted = [case for case in group if any(_is_fitted(case, fit) for fit in FITS)]
+        fitted = [case for case in group if any(_is_fitted(case, fit) for fit in read_fits())]
         others = [case for case in group if case not in fitted]
         predicted, measured = [case.predict() for case in group], [case.measured for case in group]
         rank = compute_spearman(predicted, measured)
@@ -145,7 +151,7 @@ def write_block(name: str, header: str, rows: Sequence[Sequence[str]]) -> None:
 
 def _refit(cases: Sequence[Case]) -> int:
     links: dict[str, dict[str, float]] = {}
-    for fit in sorted(FITS, key=lambda fit: fit.stack != "links"):
+    for fit in sorted(read_fits(), key=lambda fit: fit.stack != "links"):
         own = [apply_constants(case, links.get(fit.gpu, {})) for case in cases if _is_fitted(case, fit)]
         values = fit_constants(own, find_free_constants(own))
         if fit.stack == "links":

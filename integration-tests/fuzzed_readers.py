@@ -73,7 +73,7 @@ def _draw_plan(folder: Path) -> object:
     from rich.console import Console
 
     from hf_mapper import build_page, render_plan
-    from hf_mapper.simulation import read_placement
+    from hf_mapper.search.simulation import read_placement
     from hf_protocols import HybridFlowError, load_plan
 
     plan = load_plan(folder / "plan.json")
@@ -98,7 +98,7 @@ def _validate_trace(folder: Path) -> object:
     from rich.console import Console
 
     from hf_mapper import validate_trace
-    from hf_mapper.simulation_report import render_stage_errors
+    from hf_mapper.explain.report import render_stage_errors
 
     return render_stage_errors(validate_trace(folder / "run" / "trace.json"), Console(file=io.StringIO()))
 
@@ -113,8 +113,8 @@ def _read_constants(folder: Path) -> object:
 def _read_tables(folder: Path) -> object:
     from rich.console import Console
 
-    from hf_mapper.report import render_errors
-    from hf_mapper.validation import build_report, validate_folder
+    from hf_mapper.explain.report import render_errors
+    from hf_mapper.measurements.validation import build_report, validate_folder
 
     errors = validate_folder(folder / "tables")
     json.dumps(build_report(errors))

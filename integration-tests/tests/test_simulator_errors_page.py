@@ -7,13 +7,13 @@ import simulator_errors
 from simulator_errors import MEASURED, build_constant_rows, find_worse, load_cases, read_block
 
 from hf_mapper import estimate_memory
-from hf_mapper.constants import FITS
-from hf_mapper.measured import TrainingCase
+from hf_mapper.constants import read_fits
+from hf_mapper.measurements.cases import TrainingCase
 
 
 def test_the_page_lists_the_shipped_constants_and_their_rows() -> None:
     assert read_block("constants") == list(build_constant_rows())
-    for fit in FITS:
+    for fit in read_fits():
         assert len(fit.values) <= (2 if fit.stack == "links" else 4)
         assert fit.source and fit.models
 

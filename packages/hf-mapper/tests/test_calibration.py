@@ -12,11 +12,11 @@ import pytest
 from click.testing import CliRunner
 
 from hf_mapper import calibrate_folder
-from hf_mapper.calibration import apply_constants, cross_validate, fit_constants, group_cases
 from hf_mapper.cli import main
-from hf_mapper.constants import FITS, find_efficiency, find_links, find_plan_efficiency
-from hf_mapper.measured import TrainingCase
-from hf_mapper.tables import read_tables
+from hf_mapper.constants import find_efficiency, find_links, find_plan_efficiency, read_fits
+from hf_mapper.measurements.calibration import apply_constants, cross_validate, fit_constants, group_cases
+from hf_mapper.measurements.cases import TrainingCase
+from hf_mapper.measurements.tables import read_tables
 from hf_protocols import ConfigError
 
 TRUE = {"training_flops": 0.55, "half_size": 150.0, "training_bandwidth": 0.7, "training_latency_s": 4e-4}
@@ -118,6 +118,6 @@ def test_gpus_without_measurements_take_those_of_a_similar_one() -> None:
     assert find_links("gh200") == find_links("h100")
     assert find_links("mi300x") == {}
     plan = find_plan_efficiency("a100-80")
-    values = {(fit.gpu, fit.stack): fit.values for fit in FITS}
+    values = {(fit.gpu, fit.stack): fit.values for fit in read_fits()}
     assert plan.half_size == values["a100", "pytorch"]["half_size"]
     assert plan.sequence_latency_s == values["a100", "vllm"]["sequence_latency_s"]

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hf_mapper import WorkloadSpec
-from hf_mapper.demand import build_demands, find_function_roles, number_demands
+from hf_mapper.search.demand import build_demands, find_function_roles, number_demands
 from hf_protocols import ConfigError, Dataflow, ModelCall, ModelShape, PlanError
 
 WORKLOAD = WorkloadSpec(global_batch=8, prompt_tokens=8, response_tokens=8)

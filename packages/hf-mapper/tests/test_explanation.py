@@ -12,9 +12,9 @@ import pytest
 from rich.console import Console
 
 from hf_mapper import Explanation, MapperConfig, explain_plan, is_feasible, map_dataflow, render_explanation
-from hf_mapper.demand import build_demands
-from hf_mapper.pricing import price_pools, stage_seconds
-from hf_mapper.search import find_pools
+from hf_mapper.explain.pricing import price_pools, stage_seconds
+from hf_mapper.search.demand import build_demands
+from hf_mapper.search.exact_search import find_pools
 from hf_protocols import MappingPlan, ModelShape
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_mapper.tables import find_times, read_tables
-from hf_mapper.validation import Case, build_cases, validate_folder
+from hf_mapper.measurements.tables import find_times, read_tables
+from hf_mapper.measurements.validation import Case, build_cases, validate_folder
 from hf_protocols import ConfigError
 
 TRAINED = {"gpu": "A100", "n_gpus": 8, "global_batch": 64, "seq_len": 2048, "params_b": 7, "step_time_s": 10.0}

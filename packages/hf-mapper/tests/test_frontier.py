@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_mapper.frontier import find_frontier
+from hf_mapper.search.frontier import find_frontier
 
 
 @pytest.mark.parametrize("seed", range(20))

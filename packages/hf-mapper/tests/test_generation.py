@@ -18,8 +18,8 @@ from hf_mapper import (
     simulate_generation,
 )
 from hf_mapper.simulators.communication import all_reduce_s, build_link, one_shot_reduce_s
+from hf_mapper.simulators.generation import flops_per_token
 from hf_mapper.simulators.memory import kv_cache_bytes
-from hf_mapper.simulators.prefill import flops_per_token
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 
 LLAMA = ModelShape.preset("llama-2-7b")

@@ -8,7 +8,7 @@ import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
 from hf_mapper._known_models import build_gpt, find_model, guess_model
-from hf_mapper.parallelism import parallel_layouts
+from hf_mapper.search.parallelism import parallel_layouts
 from hf_protocols import Dataflow, ModelShape
 
 MACHINE = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=8)

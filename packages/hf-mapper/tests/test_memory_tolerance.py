@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hf_mapper import MapperConfig, explain_plan
-from hf_mapper.memory_tolerance import compute_memory_tolerance
-from hf_mapper.robustness import MOST_FACTOR
-from hf_mapper.search import find_pools
+from hf_mapper.explain.memory_tolerance import compute_memory_tolerance
+from hf_mapper.explain.robustness import MOST_FACTOR
+from hf_mapper.search.exact_search import find_pools
 from hf_protocols import PlanError
 
 

@@ -16,7 +16,7 @@ from hf_mapper import (
     simulate_inference,
     simulate_training,
 )
-from hf_mapper.parallelism import (
+from hf_mapper.search.parallelism import (
     build_options,
     default_backends,
     find_device_counts,

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, PoolRequest, gpu, pack, set_partitions
-from hf_mapper.placements import fits
+from hf_mapper.search.placements import fits
 
 
 def build_cluster(*machines: tuple[str, int, int]) -> ClusterSpec:

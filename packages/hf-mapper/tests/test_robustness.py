@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_mapper import MapperConfig, Tolerance, explain_plan, robustness
-from hf_mapper.robustness import MOST_FACTOR, RESOLUTION
-from hf_mapper.scales import SIMULATORS, SimulatorScales
+from hf_mapper import MapperConfig, Tolerance, explain_plan
+from hf_mapper.explain import robustness
+from hf_mapper.explain.robustness import MOST_FACTOR, RESOLUTION
+from hf_mapper.search.scales import SIMULATORS, SimulatorScales
 from hf_protocols import ConfigError, PlanError
 
 # Some of the problems in every run, the others where tests may take minutes.

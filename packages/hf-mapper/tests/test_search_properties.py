@@ -7,7 +7,8 @@ from types import ModuleType
 
 import pytest
 
-from hf_mapper import is_feasible, map_dataflow, pools
+from hf_mapper import is_feasible, map_dataflow
+from hf_mapper.search import pools
 
 
 def test_feasibility_agrees_with_the_search(oracle: ModuleType) -> None:

@@ -24,8 +24,8 @@ from hf_mapper import (
     simulate_training,
 )
 from hf_mapper.cli import main
-from hf_mapper.demand import build_demands
-from hf_mapper.placements import set_partitions
+from hf_mapper.search.demand import build_demands
+from hf_mapper.search.placements import set_partitions
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, MappingPlan, ModelShape, PlanError
 
 SMALL = ModelShape.preset("qwen2.5-0.5b")

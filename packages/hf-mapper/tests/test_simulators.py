@@ -19,7 +19,7 @@ from hf_mapper import (
     simulate_training,
 )
 from hf_mapper.simulators.communication import Link, all_gather_s, all_reduce_s, build_link
-from hf_mapper.simulators.prefill import flops_per_token
+from hf_mapper.simulators.generation import flops_per_token
 from hf_mapper.software import MEGATRON_2021, ZERO_2021, SoftwareSpec
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_mapper import render_plan
-from hf_mapper.terminal import build_console, print_table
+from hf_mapper.explain.terminal import build_console, print_table
 from hf_protocols import MappingPlan
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow, read_placement, simulate_placement
-from hf_mapper.movement import count_swaps, transfer_call_s
+from hf_mapper.search.movement import count_swaps, transfer_call_s
 from hf_mapper.simulators.transfer import CallRows, count_call_rows, simulate_offload, simulate_transfer
 from hf_protocols import (
     THREE_D,

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from hf_mapper import build_report, estimate_memory, validate_folder
 from hf_mapper.cli import main
-from hf_mapper.measured import find_gpu
-from hf_mapper.tables import SkipRow, read_tables
-from hf_mapper.validation import build_cases
+from hf_mapper.measurements.cases import find_gpu
+from hf_mapper.measurements.tables import SkipRow, read_tables
+from hf_mapper.measurements.validation import build_cases
 
 ROOT = Path(__file__).resolve().parents[3]
 MEASURED = ROOT.parent / "shared" / "perf-data"

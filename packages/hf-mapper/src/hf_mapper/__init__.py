@@ -18,23 +18,38 @@
 from __future__ import annotations
 
 from hf_mapper.adapters import AdapterSpec, count_adapter_parameters
-from hf_mapper.alternatives import Alternative
-from hf_mapper.bounds import Bottleneck, Extension
-from hf_mapper.calibration import Calibration, GroupError, calibrate_folder
 from hf_mapper.config import MapperConfig, read_config
-from hf_mapper.demand import ModelDemand
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.explanation import Explanation, explain_plan
-from hf_mapper.feasibility import find_smallest_cluster, is_feasible
-from hf_mapper.memory_tolerance import MemoryTolerance
-from hf_mapper.page import build_page
-from hf_mapper.parallelism import ModelOption, best_parallelism
-from hf_mapper.placements import PoolRequest, Slots, pack, set_partitions
-from hf_mapper.reasons import render_explanation
-from hf_mapper.report import render_calibration, render_errors, render_plan
-from hf_mapper.robustness import Tolerance
-from hf_mapper.search import compute_cost, map_dataflow
-from hf_mapper.simulation import (
+from hf_mapper.explain.alternatives import Alternative
+from hf_mapper.explain.bottlenecks import Bottleneck, Extension
+from hf_mapper.explain.explanation import Explanation, explain_plan
+from hf_mapper.explain.memory_tolerance import MemoryTolerance
+from hf_mapper.explain.page import build_page
+from hf_mapper.explain.reasons import render_explanation
+from hf_mapper.explain.report import (
+    render_calibration,
+    render_errors,
+    render_plan,
+    render_simulation,
+    render_stage_errors,
+)
+from hf_mapper.explain.robustness import Tolerance
+from hf_mapper.measurements.calibration import Calibration, GroupError, calibrate_folder
+from hf_mapper.measurements.traces import (
+    StageCase,
+    StageError,
+    TraceConstants,
+    calibrate_traces,
+    read_stages,
+    validate_trace,
+)
+from hf_mapper.measurements.validation import SourceErrors, SweepErrors, build_report, validate_folder
+from hf_mapper.search.demand import ModelDemand
+from hf_mapper.search.exact_search import compute_cost, map_dataflow
+from hf_mapper.search.feasibility import find_smallest_cluster, is_feasible
+from hf_mapper.search.parallelism import ModelOption, best_parallelism
+from hf_mapper.search.placements import PoolRequest, Slots, pack, set_partitions
+from hf_mapper.search.simulation import (
     CallEstimate,
     PoolChoice,
     Simulation,
@@ -42,7 +57,6 @@ from hf_mapper.simulation import (
     read_placement,
     simulate_placement,
 )
-from hf_mapper.simulation_report import render_simulation, render_stage_errors
 from hf_mapper.simulators import (
     Estimate,
     estimate_memory,
@@ -61,8 +75,6 @@ from hf_mapper.specs import (
     host_gpu,
     known_gpus,
 )
-from hf_mapper.traces import StageCase, StageError, TraceConstants, calibrate_traces, read_stages, validate_trace
-from hf_mapper.validation import SourceErrors, SweepErrors, build_report, validate_folder
 
 __all__ = [
     "HOST_KIND",

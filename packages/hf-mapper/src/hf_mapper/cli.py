@@ -12,18 +12,23 @@ from typing import Any
 
 import click
 
-from hf_mapper.calibration import calibrate_folder
 from hf_mapper.config import read_config
-from hf_mapper.explanation import explain_plan
-from hf_mapper.page import build_page
-from hf_mapper.reasons import render_explanation
-from hf_mapper.report import render_calibration, render_errors, render_plan
-from hf_mapper.search import StopSign, map_dataflow
-from hf_mapper.simulation import parse_placement, read_placement, simulate_placement
-from hf_mapper.simulation_report import render_simulation, render_stage_errors
-from hf_mapper.terminal import build_console
-from hf_mapper.traces import TraceConstants, calibrate_traces, validate_trace
-from hf_mapper.validation import build_report, validate_folder
+from hf_mapper.explain.explanation import explain_plan
+from hf_mapper.explain.page import build_page
+from hf_mapper.explain.reasons import render_explanation
+from hf_mapper.explain.report import (
+    render_calibration,
+    render_errors,
+    render_plan,
+    render_simulation,
+    render_stage_errors,
+)
+from hf_mapper.explain.terminal import build_console
+from hf_mapper.measurements.calibration import calibrate_folder
+from hf_mapper.measurements.traces import TraceConstants, calibrate_traces, validate_trace
+from hf_mapper.measurements.validation import build_report, validate_folder
+from hf_mapper.search.exact_search import StopSign, map_dataflow
+from hf_mapper.search.simulation import parse_placement, read_placement, simulate_placement
 from hf_protocols import ConfigError, HybridFlowError, load_plan
 from hf_protocols.arguments import show
 from hf_protocols.paths import read_path, read_text

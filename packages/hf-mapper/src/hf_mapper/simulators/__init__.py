@@ -1,5 +1,6 @@
 """Analytic simulators: pure functions of (model, cluster, parallel, workload); the cluster has one kind of machine.
 
+Here live formulas of one call's seconds and bytes; nothing here compares layouts, reads measurements or knows pools.
 Training and inference are bound by arithmetic, generation by memory (paper, Appendix C); the attained parts of the
 peaks are the `EfficiencySpec` of the accelerator.
 """

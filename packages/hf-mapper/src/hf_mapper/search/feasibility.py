@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import build_demands
-from hf_mapper.parallelism import ModelOption
-from hf_mapper.placements import PoolRequest, fits, set_partitions
-from hf_mapper.pools import PoolTable, build_table
+from hf_mapper.search.demand import build_demands
+from hf_mapper.search.parallelism import ModelOption
+from hf_mapper.search.placements import PoolRequest, fits, set_partitions
+from hf_mapper.search.pools import PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import Dataflow, ModelShape, PlanError
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, build_demands
-from hf_mapper.placements import set_partitions
-from hf_mapper.planning import PoolPlacement
-from hf_mapper.pools import PoolTable, build_table
-from hf_mapper.pricing import Seconds, price_pools, total_seconds
-from hf_mapper.scales import SIMULATORS, SimulatorScales
-from hf_mapper.search import StopSign, search_partitions
+from hf_mapper.explain.pricing import Seconds, price_pools, total_seconds
+from hf_mapper.search.demand import ModelDemand, build_demands
+from hf_mapper.search.exact_search import StopSign, search_partitions
+from hf_mapper.search.placements import set_partitions
+from hf_mapper.search.planning import PoolPlacement
+from hf_mapper.search.pools import PoolTable, build_table
+from hf_mapper.search.scales import SIMULATORS, SimulatorScales
 
 __all__ = ["MOST_FACTOR", "RESOLUTION", "Tolerance", "compute_tolerances", "list_pools"]
 

@@ -11,11 +11,11 @@ from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._known_models import build_gpt, find_model, guess_model
 from hf_mapper.constants import find_efficiency, find_family, find_links
 from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.measurements.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
 from hf_mapper.simulators import estimate_memory, simulate_training
 from hf_mapper.simulators.layouts import check_layouts, read_layouts
 from hf_mapper.software import FSDP, LLM_FOUNDRY, MEGATRON_2021, MEGATRON_DEEPSPEED, ZERO_2021, SoftwareSpec
 from hf_mapper.specs import ClusterSpec, GpuSpec, MachineSpec, Recompute, WorkloadSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, is_marked, number, whole_number
 from hf_protocols import ConfigError, ModelShape, ParallelSpec, TopologyError
 
 __all__ = [

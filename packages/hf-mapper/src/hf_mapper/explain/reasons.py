@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_mapper.alternatives import Alternative
-from hf_mapper.bounds import Bottleneck, Extension
-from hf_mapper.explanation import Explanation
-from hf_mapper.memory_tolerance import MemoryTolerance
-from hf_mapper.report import build_table, render_plan
-from hf_mapper.robustness import MOST_FACTOR, Tolerance
-from hf_mapper.terminal import print_table
+from hf_mapper.explain.alternatives import Alternative
+from hf_mapper.explain.bottlenecks import Bottleneck, Extension
+from hf_mapper.explain.explanation import Explanation
+from hf_mapper.explain.memory_tolerance import MemoryTolerance
+from hf_mapper.explain.report import build_table, render_plan
+from hf_mapper.explain.robustness import MOST_FACTOR, Tolerance
+from hf_mapper.explain.terminal import print_table
 from hf_protocols import MappingPlan
 from hf_protocols.drawing import format_seconds
 

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from hf_mapper.calibration import fit_constants
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.measured import build_cluster
+from hf_mapper.measurements.calibration import fit_constants
+from hf_mapper.measurements.cases import build_cluster
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training

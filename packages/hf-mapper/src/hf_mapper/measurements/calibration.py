@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mapper.collectives import CollectiveCase
 from hf_mapper.constants import find_family
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.statistics import compute_bias, compute_mape
-from hf_mapper.tables import MeasuredTable, SkipRow, read_tables
-from hf_mapper.validation import Case, build_cases
+from hf_mapper.measurements.collectives import CollectiveCase
+from hf_mapper.measurements.error_metrics import compute_bias, compute_mape
+from hf_mapper.measurements.tables import MeasuredTable, SkipRow, read_tables
+from hf_mapper.measurements.validation import Case, build_cases
 from hf_protocols import ConfigError
 from hf_protocols.arguments import show
 

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import build_demands
-from hf_mapper.placements import set_partitions
-from hf_mapper.planning import PoolPlacement
-from hf_mapper.pools import build_table
-from hf_mapper.robustness import MOST_FACTOR, list_pools
-from hf_mapper.search import StopSign, compute_cost, search_partitions
+from hf_mapper.explain.robustness import MOST_FACTOR, list_pools
+from hf_mapper.search.demand import build_demands
+from hf_mapper.search.exact_search import StopSign, compute_cost, search_partitions
+from hf_mapper.search.placements import set_partitions
+from hf_mapper.search.planning import PoolPlacement
+from hf_mapper.search.pools import build_table
 from hf_mapper.specs import ClusterSpec, MachineSpec
 
 __all__ = ["MemoryTolerance", "compute_memory_tolerance"]

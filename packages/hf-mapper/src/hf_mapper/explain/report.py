@@ -1,4 +1,4 @@
-"""The plan as tables: where each model runs and how, and what each stage waits for."""
+"""Plans, simulations, stages of a run, errors and calibrations as tables."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_mapper.calibration import Calibration
-from hf_mapper.estimates import check_estimates
-from hf_mapper.planning import find_machines
+from hf_mapper.explain.estimates import check_estimates
+from hf_mapper.explain.terminal import print_table
+from hf_mapper.measurements.calibration import Calibration
+from hf_mapper.measurements.traces import StageError
+from hf_mapper.measurements.validation import SourceErrors
+from hf_mapper.search.planning import find_machines
+from hf_mapper.search.simulation import Simulation
 from hf_mapper.specs import SHIPPED_GENERATION
-from hf_mapper.terminal import print_table
-from hf_mapper.validation import SourceErrors
 from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from hf_protocols.drawing import format_gib, format_seconds
 
@@ -30,6 +32,8 @@ __all__ = [
     "render_calibration",
     "render_errors",
     "render_plan",
+    "render_simulation",
+    "render_stage_errors",
 ]
 
 _BAR_CELLS = 10
@@ -214,3 +218,37 @@ def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
         return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
     experts = f" ep {layout.ep_size}" if layout.ep_size > 1 else ""
     return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}{experts}"
+
+
+def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
+    """Print a line for each stage: predicted and measured milliseconds an iteration, and the error in %."""
+    table = build_table("Stages of the run: milliseconds an iteration")
+    for heading in ("stage", "call"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("predicted", "measured", "error %"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for stage in errors:
+        figures = (f"{1e3 * stage.predicted_s:.1f}", f"{1e3 * stage.measured_s:.1f}", f"{100 * stage.error:+.1f}")
+        table.add_row(stage.phase, f"{stage.role}.{stage.method}", *figures)
+    print_table(console, table, drop=("stage", "predicted", "measured"))
+
+
+def render_simulation(simulation: Simulation, console: Console) -> None:
+    """Print a line for each call: its seconds, GiB of those usable per device, and which parts its time has."""
+    table = build_table("Calls")
+    table.add_column("stage", no_wrap=True)
+    table.add_column("call", no_wrap=True)
+    for heading in ("seconds", "GiB", "of"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("% of the time")
+    for call in simulation.calls:
+        parts = sorted(call.breakdown.items(), key=lambda part: -part[1])
+        shares = [(name.removesuffix("_s").replace("_", " "), 100 * part / call.latency_s) for name, part in parts]
+        named = ", ".join(f"{name} {share:.0f}" for name, share in shares if share >= 1)
+        figures = (
+            format_seconds(call.latency_s),
+            f"{call.memory_bytes / 2**30:.1f}",
+            f"{call.usable_bytes / 2**30:.1f}",
+        )
+        table.add_row(str(call.stage + 1), f"{call.role}.{call.method}", *figures, named)
+    print_table(console, table, drop=("% of the time", "of", "stage", "GiB"))

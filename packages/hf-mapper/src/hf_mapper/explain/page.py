@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from hf_mapper.estimates import check_estimates
-from hf_mapper.explanation import Explanation
-from hf_mapper.reasons import (
+from hf_mapper.explain.estimates import check_estimates
+from hf_mapper.explain.explanation import Explanation
+from hf_mapper.explain.reasons import (
     describe_bottleneck,
     describe_extension,
     describe_memory_range,
@@ -15,7 +15,7 @@ from hf_mapper.reasons import (
     describe_range,
     describe_winner,
 )
-from hf_mapper.report import (
+from hf_mapper.explain.report import (
     describe_devices,
     describe_generation,
     describe_generation_limit,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_mapper.demand import ModelDemand
+from hf_mapper.search.demand import ModelDemand
 from hf_mapper.simulators.transfer import CallRows, simulate_offload, simulate_transfer
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import CallKind, GenerationSpec, ParallelSpec

@@ -21,11 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
-from hf_mapper.feasibility import build_infeasible_error
-from hf_mapper.placements import PoolRequest, fits, pack, set_partitions
-from hf_mapper.planning import PoolPlacement, build_plan, describe_adapters
-from hf_mapper.pools import PoolOption, PoolTable, build_table
+from hf_mapper.search.demand import ModelDemand, build_demands, find_function_roles
+from hf_mapper.search.feasibility import build_infeasible_error
+from hf_mapper.search.placements import PoolRequest, fits, pack, set_partitions
+from hf_mapper.search.planning import PoolPlacement, build_plan, describe_adapters
+from hf_mapper.search.pools import PoolOption, PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MappingPlan, ModelShape
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_mapper.adapters import count_adapter_parameters
-from hf_mapper.parallelism import ModelOption
-from hf_mapper.placements import Slots
-from hf_mapper.pools import PoolOption
+from hf_mapper.search.parallelism import ModelOption
+from hf_mapper.search.placements import Slots
+from hf_mapper.search.pools import PoolOption
 from hf_mapper.specs import HOST_KIND, ClusterSpec, WorkloadSpec
 from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, ModelShape, PoolPlan
 

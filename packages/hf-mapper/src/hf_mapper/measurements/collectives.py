@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.measured import Phase, build_cluster, find_gpu, find_network
+from hf_mapper.measurements.cases import Phase, build_cluster, find_gpu, find_network
+from hf_mapper.measurements.tables import MeasuredTable, Row, SkipRow, number, whole_number
 from hf_mapper.simulators.communication import all_reduce_s, build_link, point_to_point_s
 from hf_mapper.specs import ClusterSpec, MachineSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, number, whole_number
 from hf_protocols import ConfigError
 
 __all__ = ["CollectiveCase", "build_collective_cases"]

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import build_demands
-from hf_mapper.planning import PoolPlacement
-from hf_mapper.pricing import price_pools, stage_seconds
-from hf_mapper.search import StopSign, find_pools
+from hf_mapper.explain.pricing import price_pools, stage_seconds
+from hf_mapper.search.demand import build_demands
+from hf_mapper.search.exact_search import StopSign, find_pools
+from hf_mapper.search.planning import PoolPlacement
 from hf_mapper.specs import ClusterSpec, MachineSpec
 
 __all__ = ["Bottleneck", "Extension", "find_bottleneck", "try_extensions"]

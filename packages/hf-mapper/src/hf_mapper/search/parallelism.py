@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper._names import unknown_name
-from hf_mapper.demand import ModelDemand
-from hf_mapper.movement import offload_stage_s, transfer_stage_s
-from hf_mapper.scales import SimulatorScales
+from hf_mapper.search.demand import ModelDemand
+from hf_mapper.search.movement import offload_stage_s, transfer_stage_s
+from hf_mapper.search.scales import SimulatorScales
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.layouts import read_layouts

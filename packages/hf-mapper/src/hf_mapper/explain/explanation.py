@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_mapper.alternatives import Alternative, compare_classes
-from hf_mapper.bounds import Bottleneck, Extension, find_bottleneck, try_extensions
 from hf_mapper.config import MapperConfig
-from hf_mapper.memory_tolerance import MemoryTolerance, compute_memory_tolerance
-from hf_mapper.robustness import Tolerance, compute_tolerances
-from hf_mapper.search import StopSign, find_pools
+from hf_mapper.explain.alternatives import Alternative, compare_classes
+from hf_mapper.explain.bottlenecks import Bottleneck, Extension, find_bottleneck, try_extensions
+from hf_mapper.explain.memory_tolerance import MemoryTolerance, compute_memory_tolerance
+from hf_mapper.explain.robustness import Tolerance, compute_tolerances
+from hf_mapper.search.exact_search import StopSign, find_pools
 from hf_protocols import MappingPlan
 
 __all__ = ["Explanation", "explain_plan"]

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from hf_mapper.constants import find_efficiency, find_links
 from hf_mapper.efficiency import EfficiencySpec
-from hf_mapper.measured import Phase, build_cluster, check_precision, find_gpu, find_model_of_row
+from hf_mapper.measurements.cases import Phase, build_cluster, check_precision, find_gpu, find_model_of_row
+from hf_mapper.measurements.tables import MeasuredTable, Row, SkipRow, find_times, is_marked, number, whole_number
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.memory import kv_token_bytes, weight_bytes
 from hf_mapper.software import EngineSpec
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec, gpu
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, find_times, is_marked, number, whole_number
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec
 
 __all__ = ["GenerationCase", "build_generation_cases"]

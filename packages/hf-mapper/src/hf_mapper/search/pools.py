@@ -16,17 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.demand import ModelDemand, number_demands
-from hf_mapper.frontier import find_frontier
-from hf_mapper.parallelism import (
+from hf_mapper.search.demand import ModelDemand, number_demands
+from hf_mapper.search.frontier import find_frontier
+from hf_mapper.search.parallelism import (
     ModelOption,
     SimulatedOptions,
     choose_backends,
     find_device_counts,
     simulate_options,
 )
-from hf_mapper.placements import PoolRequest
-from hf_mapper.scales import SimulatorScales
+from hf_mapper.search.placements import PoolRequest
+from hf_mapper.search.scales import SimulatorScales
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 
 __all__ = ["PoolOption", "PoolTable", "build_table"]

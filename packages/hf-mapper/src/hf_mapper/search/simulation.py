@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_mapper._names import unknown_name
-from hf_mapper.demand import ModelDemand, build_demands, find_function_roles
-from hf_mapper.frontier import find_frontier
-from hf_mapper.movement import count_swaps, transfer_call_s
-from hf_mapper.parallelism import ModelOption, build_options, choose_backends
-from hf_mapper.placements import PoolRequest, pack
-from hf_mapper.planning import PoolPlacement, build_plan, find_machines
-from hf_mapper.pools import PoolOption
+from hf_mapper.search.demand import ModelDemand, build_demands, find_function_roles
+from hf_mapper.search.frontier import find_frontier
+from hf_mapper.search.movement import count_swaps, transfer_call_s
+from hf_mapper.search.parallelism import ModelOption, build_options, choose_backends
+from hf_mapper.search.placements import PoolRequest, pack
+from hf_mapper.search.planning import PoolPlacement, build_plan, find_machines
+from hf_mapper.search.pools import PoolOption
 from hf_mapper.simulators.estimate import Estimate
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_mapper.statistics import compute_bias, compute_mape, compute_regret, compute_spearman
+from hf_mapper.measurements.error_metrics import compute_bias, compute_mape, compute_regret, compute_spearman
 
 
 def test_mape_and_bias_are_means_of_relative_errors() -> None:

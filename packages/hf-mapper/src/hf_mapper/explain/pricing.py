@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from hf_mapper.demand import ModelDemand
-from hf_mapper.movement import offload_stage_s, transfer_stage_s
-from hf_mapper.parallelism import ModelOption
-from hf_mapper.planning import PoolPlacement
-from hf_mapper.scales import SIMULATORS, SimulatorScales
+from hf_mapper.search.demand import ModelDemand
+from hf_mapper.search.movement import offload_stage_s, transfer_stage_s
+from hf_mapper.search.parallelism import ModelOption
+from hf_mapper.search.planning import PoolPlacement
+from hf_mapper.search.scales import SIMULATORS, SimulatorScales
 from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training

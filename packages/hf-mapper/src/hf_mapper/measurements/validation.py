@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_mapper.collectives import CollectiveCase, build_collective_cases
-from hf_mapper.engines import GenerationCase, build_generation_cases
-from hf_mapper.measured import TrainingCase, build_training_cases
-from hf_mapper.statistics import compute_bias, compute_mape, compute_regret, compute_spearman
-from hf_mapper.tables import MeasuredTable, Row, SkipRow, read_tables
+from hf_mapper.measurements.cases import TrainingCase, build_training_cases
+from hf_mapper.measurements.collectives import CollectiveCase, build_collective_cases
+from hf_mapper.measurements.error_metrics import compute_bias, compute_mape, compute_regret, compute_spearman
+from hf_mapper.measurements.generation import GenerationCase, build_generation_cases
+from hf_mapper.measurements.tables import MeasuredTable, Row, SkipRow, read_tables
 
 __all__ = [
     "Case",
