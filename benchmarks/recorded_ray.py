@@ -1,6 +1,6 @@
-"""Ray without processes, to see what the controller costs: actors that answer at once, and a dict of objects.
+"""Ray without processes, to measure the controller's cost: actors that return at once, and a dict of objects.
 
-What the controller hands to an actor is recorded: the bytes of every message, and how many different ones there are.
+Each message from the controller to an actor is recorded: its bytes, and the number of different messages.
 All answers are there once somebody waits for one, so that calls that are made one after another are in flight together.
 """
 

@@ -54,13 +54,13 @@ class Outcome:
 
 
 def read_samples(run: Path, iteration: int, name: str = "test") -> list[dict[str, Any]]:
-    """The samples of a set in ``samples/<iteration>.jsonl``."""
+    """The samples of a set in `samples/<iteration>.jsonl`."""
     lines = (run / "samples" / f"{iteration}.jsonl").read_text().splitlines()
     return [sample for sample in map(json.loads, lines) if sample["set"] == name]
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The objects of ``metrics.jsonl``."""
+    """The objects of `metrics.jsonl`."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 

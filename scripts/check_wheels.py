@@ -89,7 +89,7 @@ def build_wheel(package: str) -> Path:
 
 
 def check(package: str, wheel: Path, siblings: Path) -> tuple[list[str], float]:
-    """What is wrong with the package in an environment of its own, and how long it took to find out."""
+    """Returns the problems of the package in an environment of its own, and the seconds of the check."""
     start = time.monotonic()
     environment = WORK / "environments" / package
     python = environment / "bin" / "python"
@@ -113,7 +113,7 @@ def declared_extras(package: str) -> list[str]:
 
 
 def broken_promises(package: str, facts: dict[str, Any]) -> list[str]:
-    """What importing the package does and should not do."""
+    """Returns the effects of importing or installing the package that it should not have."""
     problems = [f"`__all__` names {name}, which does not exist" for name in facts["missing"]]
     loaded = set(facts["loaded"])
     if package == "hf-protocols":
@@ -152,7 +152,7 @@ def imports(package: str) -> Iterator[tuple[str, str]]:
 
 
 def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes below, but for what only a type checker sees."""
+    """Yields all nodes below, except those that only a type checker sees."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
@@ -161,7 +161,7 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def probe(python: Path, package: str) -> dict[str, Any]:
-    """What an isolated interpreter of that environment says of the package."""
+    """Returns facts of the package from an isolated interpreter of that environment."""
     output = run(python, "-I", "-c", PROBE, package, package.replace("-", "_"))
     facts: dict[str, Any] = json.loads(output.splitlines()[-1])
     return facts

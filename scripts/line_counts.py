@@ -250,7 +250,7 @@ def write_page() -> str:
     safe_rlhf = [
         f"| this repository | {_sum(lagrangian)} |\n",
         f"| the authors' code, PKU-Alignment/safe-rlhf | {SAFE_RLHF_AUTHORS:,} |\n",
-        "| TRL, verl, SkyRL, AReaL, OpenRLHF | have none |\n",
+        "| TRL, verl, SkyRL, AReaL, OpenRLHF | not implemented |\n",
     ]
     units = [
         f"- {row['trainer']}, {kind}: {_list(row[key])}.\n"

@@ -100,12 +100,10 @@ def find_hits(path: Path, expressions: Sequence[Expression]) -> list[Hit]:
 
 def read_python(source: str) -> Iterator[Text]:
     """Yields the docstrings, other strings and comments of a Python file. Names in code are not text."""
-    tree = ast.parse(source)
-    documented = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    }
-    inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
-    for node in ast.walk(tree):
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr | ast.JoinedStr | ast.Constant)]
+    documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]
             yield Text(kind="message", line=node.lineno, content="".join(map(str, parts)))
