@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, cast, get_args
 
 from pydantic import BaseModel
@@ -94,7 +95,7 @@ def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
     """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
     key, dot = f"{_section_of(place)}{name}", bool(place)
     section = key.rpartition(".")[0]
-    if owners := [other for other, recipe in RECIPES.items() if key in config_keys(recipe)]:
+    if owners := _find_owners().get(key):
         shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
         return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
     known = (*Config.model_fields, *known_keys)
@@ -105,3 +106,13 @@ def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
         found = [f"{place}{wanted}" if each == f"{section}.{wanted}" else each for each in found]
         return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"
+
+
+@cache
+def _find_owners() -> dict[str, list[str]]:
+    """The shipped algorithms that have each key."""
+    owners: dict[str, list[str]] = {}
+    for name, recipe in RECIPES.items():
+        for key in config_keys(recipe):
+            owners.setdefault(key, []).append(name)
+    return owners
