@@ -15,14 +15,14 @@ from unittest import mock
 
 import ray
 
-from hf_controller.dispatch import BatchArgument, Call
+from hf_controller.data.results import Metrics
+from hf_controller.data.transport import Column, Shard
 from hf_controller.executors.ray import executor as executor_module
 from hf_controller.executors.ray import host_set as host_set_module
 from hf_controller.executors.ray.host_process import Location
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
-from hf_controller.results import Metrics
+from hf_controller.groups.dispatch import BatchArgument, Call
 from hf_controller.trace import CallReport, Span
-from hf_controller.transport import Column, Shard
 
 __all__ = ["RecordedRay", "recorded_ray"]
 

@@ -53,7 +53,7 @@ LISTENS = re.compile(
 LISTENERS = {
     "hf-algorithms/src/hf_algorithms/report/live/_server.py": 2,  # its socket, and the server that takes it
     "hf-algorithms/src/hf_algorithms/trackers/_follow.py": 1,  # a run's listeners: no socket
-    "hf-controller/src/hf_controller/default_group.py": 3,  # the rendezvous, and a rank that connects to it
+    "hf-controller/src/hf_controller/groups/default_group.py": 3,  # the rendezvous, and a rank that connects to it
 }
 
 

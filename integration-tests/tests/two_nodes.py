@@ -27,7 +27,7 @@ from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
-from hf_controller.columns import find_columns
+from hf_controller.data.columns import find_columns
 from hf_protocols import (
     Collection,
     GenerationSpec,
@@ -97,11 +97,11 @@ def write_line(file: Path, **fields: Any) -> None:
 
 def count_arrivals(file: Path, rank: int) -> None:
     """Wrap this process's store: counts slices from another node, and whole shards that are not on this node yet."""
+    from hf_controller.data.transport import SliceReply
+    from hf_controller.executors.rank_runtime import RankRuntime
     from hf_controller.executors.ray.store import RayStore
-    from hf_controller.rank_host import RankHost
-    from hf_controller.transport import SliceReply
 
-    get, run_call = RayStore._get, RankHost.run
+    get, run_call = RayStore._get, RankRuntime.run
     current: list[Any] = []
 
     def counted_run(self: Any, call: Any) -> Any:
@@ -124,7 +124,7 @@ def count_arrivals(file: Path, rank: int) -> None:
             write_line(file, **fields, rank=rank, num_bytes=arrived)
         return values
 
-    RayStore._get, RankHost.run = counted_get, counted_run  # type: ignore[method-assign]
+    RayStore._get, RankRuntime.run = counted_get, counted_run  # type: ignore[method-assign]
 
 
 # ----------------------------------------------------------------------------------------- expecting, in the controller

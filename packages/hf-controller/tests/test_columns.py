@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hf_controller.columns import CallColumns, find_columns
-from hf_controller.expressions import Leaf, Source
+from hf_controller.data.columns import CallColumns, find_columns
+from hf_controller.data.expressions import Leaf, Source
 from hf_protocols import DP, FROM_ARGUMENT, BatchError, ProtocolError, method_spec, register
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_controller.default_group import Rendezvous, _choose_interface, open_rendezvous
+from hf_controller.groups.default_group import Rendezvous, _choose_interface, open_rendezvous
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names of Linux")

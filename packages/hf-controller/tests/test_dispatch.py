@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
-from hf_controller.dispatch import BatchArgument, Call, build_calls, check_rows, compute_called_ranks
-from hf_controller.futures import as_selection
-from hf_controller.worker_group import WorkerGroup
+from hf_controller.data.futures import as_selection
+from hf_controller.groups.dispatch import BatchArgument, Call, build_calls, check_rows, compute_called_ranks
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import (
     ALL_TO_ALL,
     DP,

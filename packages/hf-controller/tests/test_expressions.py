@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
-from hf_controller.expressions import Expression, Extent, Leaf, Source
+from hf_controller.data.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
+from hf_controller.data.expressions import Expression, Extent, Leaf, Source
 from hf_protocols import BatchError, RowSelection
 
 Eager = list[dict[str, tuple[int, str, int]]]

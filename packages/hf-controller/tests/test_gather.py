@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hf_controller.algebra import Concat, Rename, Rows, Select, Union
-from hf_controller.assembly import Assembly, Part
+from hf_controller.data.algebra import Concat, Rename, Rows, Select, Union
+from hf_controller.data.assembly import Assembly, Part
+from hf_controller.data.expressions import Leaf, Source
+from hf_controller.data.gather import BatchReader, Table
+from hf_controller.data.transport import encode_batch
 from hf_controller.executors.in_process import LocalStore
-from hf_controller.expressions import Leaf, Source
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_controller.gather import BatchReader, Table
-from hf_controller.transport import encode_batch
 from hf_protocols import BatchError, RowSelection
 
 STORE = LocalStore()

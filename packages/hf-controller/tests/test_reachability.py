@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from hf_controller.executors.ray.reachability import Reachability
+from hf_controller.executors.ray.cluster import Reachability
 
 
 def test_a_closed_port_is_lost_after_several_looks() -> None:

@@ -173,7 +173,7 @@ def test_pools_with_groups_of_the_same_role_are_not_rebuilt_together():
     spec = WorkerSpec(worker=Counter, topology=Topology(ParallelSpec()))
     with InProcessExecutor() as executor:
         old = [executor.build_groups(pool, {"one": spec})["one"] for pool in pools]
-        with pytest.raises(PoolError, match=r"pools 'first', 'second' have a group one, .*: rebuild .* one by one"):
+        with pytest.raises(PoolError, match=r"pools 'first', 'second' have a group one, .*\. Rebuild .* one by one"):
             rebuild(executor, pools)
         assert [group.add(2).result() for group in old] == [[2.0], [2.0]]
         assert set(rebuild(executor, pools[1:])) == {"one"}

@@ -8,22 +8,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_controller.connection import Connection, connect
+from hf_controller.executors.recovery import rebuild
 from hf_controller.failures import Deadline, LostClusterError, RemoteCallError
+from hf_controller.groups.connection import Connection, connect
+from hf_controller.groups.resource_pool import ResourcePool, build_pools
+from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, as_pieces
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.local_start import LocalCheck, check_local_start, list_local_checks
-from hf_controller.recovery import rebuild
-from hf_controller.resource_pool import ResourcePool, build_pools
 from hf_controller.signals import Terminated
 from hf_controller.trace import Span, SubSpan, Trace
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
-from hf_controller.worker_group import WorkerGroup
 
 if TYPE_CHECKING:
+    from hf_controller.data.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
     from hf_controller.executors.base import Executor
     from hf_controller.executors.in_process import InProcessExecutor
     from hf_controller.executors.ray import RayExecutor
     from hf_controller.executors.tracing import TracedCall, TracedResult, TracingExecutor
-    from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture
 
 __all__ = [
     "BatchFuture",
@@ -60,12 +60,12 @@ __all__ = [
 
 # Loaded at first use: they take a second or more.
 _LAZY = {
-    "BatchFuture": "hf_controller.futures",
+    "BatchFuture": "hf_controller.data.futures",
     "Executor": "hf_controller.executors.base",
     "InProcessExecutor": "hf_controller.executors.in_process",
-    "ListFuture": "hf_controller.futures",
-    "MetricsFuture": "hf_controller.futures",
-    "ObjectFuture": "hf_controller.futures",
+    "ListFuture": "hf_controller.data.futures",
+    "MetricsFuture": "hf_controller.data.futures",
+    "ObjectFuture": "hf_controller.data.futures",
     "RayExecutor": "hf_controller.executors.ray",
     "TracedCall": "hf_controller.executors.tracing",
     "TracedResult": "hf_controller.executors.tracing",

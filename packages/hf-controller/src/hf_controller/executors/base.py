@@ -11,22 +11,22 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from hf_controller.columns import CallColumns, columns_of
-from hf_controller.dispatch import Call, build_calls, check_rows, compute_called_ranks
-from hf_controller.expressions import Leaf, Source
+from hf_controller.data.columns import CallColumns, columns_of
+from hf_controller.data.expressions import Leaf, Source
+from hf_controller.data.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
 from hf_controller.failures import CLOSED, Deadline, LostResultError
-from hf_controller.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.dispatch import Call, build_calls, check_rows, compute_called_ranks
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import WorkerSpec
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.trace import Trace
-from hf_controller.worker import WorkerSpec
-from hf_controller.worker_group import WorkerGroup
 from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
 from hf_protocols.arguments import check_kind, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_controller.transport import ObjectStore
+    from hf_controller.data.transport import ObjectStore
 
 __all__ = ["Executor", "check_pool", "check_specs"]
 
@@ -157,7 +157,7 @@ class Executor(ABC):
             BatchError: for a batch that cannot travel.
             PoolError: if the executor is closed.
         """
-        from hf_controller.transport import encode_batch
+        from hf_controller.data.transport import encode_batch
 
         self._check_open()
         shard = encode_batch(batch, self._store)

@@ -11,26 +11,26 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_controller.call_share import CallShare
-from hf_controller.default_group import join_default_group, seed_generators
-from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.data.transport import take_slices
 from hf_controller.executors.base import Executor, check_pool, check_specs
+from hf_controller.executors.call_share import CallShare
 from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.default_group import join_default_group, seed_generators
+from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, construct_worker
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.signals import SignalGuard
 from hf_controller.trace import CallReport, Trace
-from hf_controller.transport import take_slices
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
-from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
 from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught, raised_as
 
 if TYPE_CHECKING:
-    from hf_controller.rank_host import RankHost
-    from hf_controller.results import Outcome
-    from hf_controller.transport import Shard, SliceRequest
+    from hf_controller.data.results import Outcome
+    from hf_controller.data.transport import Shard, SliceRequest
+    from hf_controller.executors.rank_runtime import RankRuntime
 
 __all__ = ["InProcessExecutor", "LocalStore"]
 
@@ -108,7 +108,7 @@ class _LocalCall:
 
 
 def _copy_outcome(outcome: Any) -> Any:
-    from hf_controller.results import Value
+    from hf_controller.data.results import Value
 
     return Value(copy_object(outcome.value)) if isinstance(outcome, Value) else outcome
 
@@ -135,7 +135,7 @@ def _copy_arguments(call: Call) -> Call:
 class _LocalRank(NamedTuple):
     """One rank of a role, or of fused roles: its workers, and the random numbers that they draw."""
 
-    host: RankHost
+    host: RankRuntime
     stream: RandomStream
 
     def run(self, call: Call, share: CallShare) -> tuple[Outcome, CallReport]:
@@ -283,7 +283,7 @@ class InProcessExecutor(Executor):
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int, acting: _Acting
     ) -> _LocalRank:
         """One rank of roles that share a process where there are any."""
-        from hf_controller.rank_host import RankHost, close_workers
+        from hf_controller.executors.rank_runtime import RankRuntime, close_workers
 
         device = self._device_of(pool)
         stream = RandomStream(device)
@@ -305,7 +305,7 @@ class InProcessExecutor(Executor):
                 close_workers(workers, rank)
                 raise Failure.of(caught.error, role=role, method="__init__", rank=rank).to_error() from caught.error
         name = "+".join(specs)
-        host = RankHost(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
+        host = RankRuntime(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
         return _LocalRank(host, stream)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:

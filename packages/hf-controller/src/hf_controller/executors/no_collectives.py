@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import distributed
 
-from hf_controller.default_group import plain_tracebacks
+from hf_controller.groups.default_group import plain_tracebacks
 from hf_protocols import ProtocolError
 
 __all__ = ["RanksInTurn"]

@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from hf_controller.columns import columns_of
-from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.data.columns import columns_of
+from hf_controller.data.expressions import Expression, Extent, Leaf, Segment, Source, choose_columns
+from hf_controller.data.futures import BatchFuture, MetricsFuture, PendingCall
 from hf_controller.executors.base import Executor, check_pool, check_specs
-from hf_controller.expressions import Expression, Extent, Leaf, Segment, Source, choose_columns
-from hf_controller.futures import BatchFuture, MetricsFuture, PendingCall
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import Worker, WorkerSpec
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.trace import Trace
-from hf_controller.worker import Worker, WorkerSpec
-from hf_controller.worker_group import WorkerGroup
 from hf_protocols import (
     BatchError,
     ConfigError,
@@ -30,7 +30,7 @@ from hf_protocols.arguments import check_columns, check_count
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_controller.transport import ObjectStore
+    from hf_controller.data.transport import ObjectStore
 
 __all__ = ["TracedCall", "TracedResult", "TracingExecutor"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
-from hf_controller.futures import BatchFuture
+from hf_controller.data.futures import BatchFuture
 from hf_controller.testing._declared import DECLARED_COLUMNS
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises, sum_tokens
 from hf_controller.testing._mistakes import (

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
+from hf_controller.groups.worker import Worker
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
-from hf_controller.worker import Worker
 from hf_protocols import ALL_TO_ALL, DP, FROM_ARGUMENT, BatchError, PerRank, ProtocolError, register
 
 if TYPE_CHECKING:

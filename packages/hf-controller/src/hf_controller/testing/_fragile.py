@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller.executors.base import Executor
-from hf_controller.resource_pool import ResourcePool
-from hf_controller.worker import Worker, WorkerSpec
-from hf_controller.worker_group import WorkerGroup
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import Worker, WorkerSpec
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import ALL_TO_ALL, DP, ONE_TO_ALL, ParallelSpec, RewardError, Topology, register
 
 __all__ = ["Fragile", "build"]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from tensordict import TensorDict, lazy_stack
 
+from hf_controller.data.futures import BatchFuture
 from hf_controller.failures import RemoteCallError
-from hf_controller.futures import BatchFuture
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
 from hf_controller.testing._workers import StageWorker
 from hf_protocols import BatchError, ProtocolError, RewardError

@@ -16,9 +16,9 @@ import torch
 from tensordict import TensorDict
 
 from hf_controller.executors.base import Executor
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_controller.testing._declared import DeclaringWorker
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_protocols import (
     ALL_TO_ALL,
     DP,

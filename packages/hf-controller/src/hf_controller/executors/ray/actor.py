@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
-from hf_controller.attribution import attribute_streams
-from hf_controller.connection import Connection
-from hf_controller.default_group import (
+from hf_controller.data.results import Value
+from hf_controller.data.transport import Shard
+from hf_controller.executors.ray.host_process import Location, find_location, own_origin
+from hf_controller.executors.ray.log_prefix import attribute_streams
+from hf_controller.executors.ray.store import HostStore, pack_shard
+from hf_controller.executors.ray.wire import pack_answer, unpack_call
+from hf_controller.failures import Failure
+from hf_controller.groups.connection import Connection
+from hf_controller.groups.default_group import (
     Rendezvous,
     call_off,
     join_default_group,
@@ -25,18 +31,12 @@ from hf_controller.default_group import (
     open_rendezvous,
     seed_generators,
 )
-from hf_controller.executors.ray.host_process import Location, find_location, own_origin
-from hf_controller.executors.ray.store import HostStore, pack_shard
-from hf_controller.executors.ray.wire import pack_answer, unpack_call
-from hf_controller.failures import Failure
-from hf_controller.results import Value
+from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.trace import CallReport, refuse
-from hf_controller.transport import Shard
-from hf_controller.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 
 if TYPE_CHECKING:
-    from hf_controller.results import Outcome
-    from hf_controller.transport import SliceReply, SliceRequest
+    from hf_controller.data.results import Outcome
+    from hf_controller.data.transport import SliceReply, SliceRequest
 
 __all__ = ["Construction", "HostActor", "Joining", "Slicer"]
 
@@ -166,9 +166,9 @@ class HostActor:
             failure = Failure.of(error, role=self._role, method="__init__", rank=self._rank, origin=own_origin())
             self._unbuilt = replace(failure, exception=None)
             return self._unbuilt
-        from hf_controller.rank_host import RankHost
+        from hf_controller.executors.rank_runtime import RankRuntime
 
-        self._host = RankHost(
+        self._host = RankRuntime(
             pool=construction.pool,
             name=self._name,
             rank=self._rank,
@@ -325,7 +325,7 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
 
 def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
     """Cut a slice out of the arrays behind the one handle in `arrays`."""
-    from hf_controller.transport import take_slices
+    from hf_controller.data.transport import take_slices
 
     value = ray.get(arrays[0])
     return take_slices(value[1] if isinstance(value, tuple) else value, request)

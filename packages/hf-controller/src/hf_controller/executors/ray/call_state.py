@@ -15,8 +15,8 @@ from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Deadline, Failure
 
 if TYPE_CHECKING:
-    from hf_controller.resource_pool import ResourcePool
-    from hf_controller.results import Outcome
+    from hf_controller.data.results import Outcome
+    from hf_controller.groups.resource_pool import ResourcePool
     from hf_controller.trace import CallReport, Trace
 
 __all__ = ["CallState"]

@@ -1,4 +1,4 @@
-"""A local Ray cluster of one's own, or an explicit foreign one."""
+"""A local Ray cluster of one's own, or an explicit foreign one, whose processes are looked at by their ports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.process_end import ProcessEnd, is_stopped
-from hf_controller.executors.ray.reachability import Reachability
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
 from hf_controller.failures import LostClusterError
@@ -31,7 +31,7 @@ from hf_protocols import PoolError, read_machine_limits
 from hf_protocols.arguments import show
 from hf_protocols.foreign_code import raised_as
 
-__all__ = ["Cluster"]
+__all__ = ["Cluster", "Reachability"]
 
 _ANSWER_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
@@ -40,6 +40,10 @@ _CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeou
 _PATIENCE_MS = 24 * 60 * 60 * 1000
 """Ray closes connections with a process that stands still for 20 s, and then takes it for dead: on one machine
 `ProcessWatch` sees what ended."""
+_LOOK_S = 2.0
+_LOOK_TIMEOUT_S = 1.0
+_MOST_FAILED = 3
+"""Looks in a row: one may fail where a machine is busy."""
 
 
 class Cluster:
@@ -265,3 +269,36 @@ def _set_environment() -> None:
         os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     # Lines that many ranks print alike are printed once, without Ray's hint of how to change that.
     log_once("log_dedup_warning")
+
+
+class Reachability:
+    """Connects to a process every two seconds; `find_loss` may be called as often as one likes.
+
+    Args:
+        address: `host:port`.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        host, _, port = address.rpartition(":")
+        self._place = (host.strip("[]"), int(port))
+        self._clock = clock
+        self._looked_s = clock()
+        self._num_failed = 0
+        self._reason = ""
+
+    def find_loss(self) -> str:
+        """Returns why the last connections failed, once several in a row did; else an empty string."""
+        if self._num_failed < _MOST_FAILED and self._clock() - self._looked_s >= _LOOK_S:
+            self._look()
+            self._looked_s = self._clock()
+        return self._reason if self._num_failed >= _MOST_FAILED else ""
+
+    def _look(self) -> None:
+        try:
+            socket.create_connection(self._place, timeout=_LOOK_TIMEOUT_S).close()
+        except OSError as error:
+            self._num_failed += 1
+            self._reason = error.strerror or str(error)
+        else:
+            self._num_failed = 0

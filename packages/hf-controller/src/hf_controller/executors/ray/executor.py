@@ -13,29 +13,27 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hf_controller.dispatch import Call
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import describe_processes
-from hf_controller.executors.ray.host_set import HostSet, Undone, await_answers, await_ready
-from hf_controller.executors.ray.inquirer import Inquirer
+from hf_controller.executors.ray.host_set import HostSet, OccupiedPool, Undone, await_answers, await_ready
 from hf_controller.executors.ray.joining import check_connection, plan_joinings
-from hf_controller.executors.ray.occupied_pool import OccupiedPool
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import place
 from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
 from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
 from hf_controller.executors.ray.supervisor import Supervisor
-from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.executors.ray.wire import pack_once
 from hf_controller.failures import Deadline
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.dispatch import Call
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import WorkerSpec
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
-from hf_controller.worker import WorkerSpec
-from hf_controller.worker_group import WorkerGroup
 from hf_protocols import ConfigError, MethodSpec, PoolError
 from hf_protocols.arguments import check_count, check_kind, check_seconds, show
 

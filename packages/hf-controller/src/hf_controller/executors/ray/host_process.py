@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
-from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.process_end import ProcessEnd, ProcessWatch
+from hf_controller.executors.ray.waiting import Inquirer
 from hf_controller.failures import Failure
 
 __all__ = [

@@ -1,17 +1,16 @@
-"""The processes that hold the same roles: one actor per rank of a pool."""
+"""The processes that hold the same roles, one actor per rank of a pool; and all processes on a pool."""
 
 from __future__ import annotations
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayError
 
-from hf_controller.default_group import Rendezvous
 from hf_controller.executors.ray.actor import Construction, HostActor, Joining
 from hf_controller.executors.ray.host_process import (
     DEATH_IS_KNOWN_S,
@@ -20,18 +19,19 @@ from hf_controller.executors.ray.host_process import (
     describe_processes,
     find_dead,
 )
-from hf_controller.executors.ray.inquirer import Inquirer
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
-from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.failures import Deadline, Failure, diagnosed
+from hf_controller.groups.default_group import Rendezvous
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
 from hf_protocols.arguments import show
 
-__all__ = ["HostSet", "Undone", "await_answers", "await_ready"]
+__all__ = ["HostSet", "OccupiedPool", "Undone", "await_answers", "await_ready"]
 
 _ANSWER_TIMEOUT_S = 5.0
 _GAP_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
 
 
 class HostSet:
@@ -292,3 +292,28 @@ def _failure(handle: Any, process: HostProcess, method: str, inquirer: Inquirer)
 def _describe(process: HostProcess, method: str, error: RayError | None, inquirer: Inquirer) -> Failure:
     role = process.label.rpartition("/")[0]
     return describe_death(process, role=role, method=method, rank=process.rank, error=error, inquirer=inquirer)
+
+
+@dataclass
+class OccupiedPool:
+    """A pool in use: its slots and its processes."""
+
+    placed: PlacedPool
+    host_sets: list[HostSet] = field(default_factory=list)
+
+    def find_unfinished(self, but_for: HostSet | None = None) -> list[Any]:
+        """Answers that are there once every call on the pool is over, or every one of other processes."""
+        host_sets = [host_set for host_set in self.host_sets if host_set is not but_for]
+        last = [process.last_answer for host_set in host_sets for process in host_set.processes]
+        answers = [answer for answer in last if answer is not None]
+        return ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)[1] if answers else []
+
+    def end(self, host_sets: Sequence[HostSet], *, orderly: bool) -> None:
+        """End the processes of some groups; where all calls are over, orderly, their workers close first."""
+        # Ranks that are still at a call may never answer.
+        if orderly and not self.find_unfinished():
+            for host_set in host_sets:
+                if host_set.failure is None:
+                    host_set.close(_CLOSE_TIMEOUT_S)
+        for host_set in host_sets:
+            host_set.release()

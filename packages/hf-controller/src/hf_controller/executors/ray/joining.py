@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from hf_controller.executors.ray.actor import Joining
 from hf_controller.executors.ray.host_set import HostSet
-from hf_controller.worker_group import WorkerGroup
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import ProtocolError
 from hf_protocols.arguments import show
 

@@ -19,10 +19,10 @@ from hf_controller.failures import Failure, LostResultError, diagnosed
 from hf_protocols import HybridFlowError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from hf_controller.resource_pool import ResourcePool
-    from hf_controller.results import Outcome
+    from hf_controller.data.results import Outcome
+    from hf_controller.data.transport import ObjectStore
+    from hf_controller.groups.resource_pool import ResourcePool
     from hf_controller.trace import CallReport
-    from hf_controller.transport import ObjectStore
 
 __all__ = ["RayCall", "take_ready"]
 

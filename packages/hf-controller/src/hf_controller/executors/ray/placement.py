@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hf_controller.resource_pool import ResourcePool
+from hf_controller.groups.resource_pool import ResourcePool
 from hf_protocols import PoolError
 from hf_protocols.arguments import show
 

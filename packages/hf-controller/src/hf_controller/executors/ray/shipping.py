@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ray import cloudpickle
 
-from hf_controller.worker import WorkerSpec
+from hf_controller.groups.worker import WorkerSpec
 from hf_protocols import ProtocolError
 from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught, raised_as

@@ -18,7 +18,7 @@ from hf_controller.failures import CLOSED, LostResultError
 from hf_protocols import PoolError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from hf_controller.transport import Shard, SliceRequest
+    from hf_controller.data.transport import Shard, SliceRequest
 
 __all__ = [
     "BatchHandle",

@@ -26,13 +26,12 @@ from hf_controller.executors.ray.host_process import (
     in_one_line,
 )
 from hf_controller.executors.ray.host_set import HostSet
-from hf_controller.executors.ray.inquirer import Inquirer
-from hf_controller.executors.ray.waiting import Waiter
+from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.failures import Failure, LostResultError, describe_end, diagnosed, went_alike
 from hf_protocols import WorkerError, WorkerTimeoutError
 
 if TYPE_CHECKING:
-    from hf_controller.resource_pool import ResourcePool
+    from hf_controller.groups.resource_pool import ResourcePool
 
 __all__ = ["Supervisor"]
 

@@ -1,4 +1,8 @@
-"""Waiting on the controller: in slices, so that signals are seen, and with a deadline."""
+"""Waiting on the controller: in slices, so that signals are seen, with a deadline; and questions while calls run.
+
+Ray holds back every later request of one caller to an actor while an earlier one waits for its arguments, so questions
+come from a process of their own. It is started when the first question is asked.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hf_controller.failures import CLOSED
 from hf_controller.signals import SignalGuard
 from hf_protocols import PoolError
 
-__all__ = ["Waiter"]
+__all__ = ["Inquirer", "Waiter"]
 
 # Ray looks for signals once a second, and loses some of the exceptions that their handlers raise.
 _SLICE_S = 0.2
+_START_TIMEOUT_S = 20.0
 
 
 class Waiter:
@@ -58,3 +64,40 @@ class Waiter:
         """Refuse to go on after `close`."""
         if self._closed:
             raise PoolError(CLOSED)
+
+
+class Inquirer:
+    """Questions to the actors of rank processes."""
+
+    def __init__(self) -> None:
+        self._asker: Any = None
+
+    def ask(self, actors: Sequence[Any], question: str, timeout_s: float) -> list[Any]:
+        """Every actor's answer to a method of the concurrency group `service`, or the RayError in its place."""
+        if self._asker is None:
+            here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+            asker: Any = ray.remote(_Asker)
+            self._asker = asker.options(num_cpus=0, scheduling_strategy=here).remote()
+        try:
+            reply = self._asker.ask.remote(list(actors), question, timeout_s)
+            return list(ray.get(reply, timeout=_START_TIMEOUT_S + timeout_s))
+        except RayError as error:
+            # Nobody could be asked: that says nothing about the processes. The next question starts another asker.
+            self._asker = None
+            return [GetTimeoutError(str(error))] * len(actors)
+
+
+class _Asker:
+    """The other process."""
+
+    def ask(self, actors: Sequence[Any], question: str, timeout_s: float) -> list[Any]:
+        asked = [getattr(actor, question).remote() for actor in actors]
+        ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        return [_answer(reply) for reply in asked]
+
+
+def _answer(reply: Any) -> Any:
+    try:
+        return ray.get(reply, timeout=0)
+    except RayError as error:
+        return error

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray import cloudpickle
 
-from hf_controller.dispatch import Call
+from hf_controller.data.results import Metrics
+from hf_controller.data.transport import Shard
 from hf_controller.executors.ray.shipping import find_unpicklable
 from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
-from hf_controller.results import Metrics
+from hf_controller.groups.dispatch import Call
 from hf_controller.trace import CallReport, Span
-from hf_controller.transport import Shard
 from hf_protocols import ProtocolError
 from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
-    from hf_controller.results import Outcome
+    from hf_controller.data.results import Outcome
 
 __all__ = ["PackedCall", "pack_answer", "pack_call", "pack_once", "unpack_answer", "unpack_call"]
 

@@ -1,18 +1,21 @@
-"""Build one column out of rows of several shards: a view where it can be, else one copy."""
+"""Build one column out of rows of several shards: a view where it can be, else one copy; or view it in runs of rows."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 
 import torch
 
-from hf_controller.jagged import JaggedShapes, compute_offsets
-from hf_controller.spare_memory import SpareMemory
+from hf_controller.data.buffer_pool import BufferPool
+from hf_controller.data.jagged import JaggedShapes, compute_offsets
+from hf_controller.data.shard_cache import Holding, Taken
 from hf_protocols import RowSelection
 
-__all__ = ["Assembly", "Part"]
+__all__ = ["Assembly", "ColumnRuns", "Part"]
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
@@ -20,7 +23,7 @@ _MAX_RUNS = 16
 # Below this the allocator of torch hands out memory fast enough.
 _MIN_SPARE_BYTES = 4 * 2**20
 
-_SPARE = SpareMemory(max_bytes=512 * 2**20)
+_SPARE = BufferPool(max_bytes=512 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -125,3 +128,44 @@ def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.
     for array, source, target in indices:
         result.index_copy_(0, target, arrays[array].index_select(0, source))
     return result
+
+
+class ColumnRuns:
+    """A column in pieces.
+
+    Args:
+        taken: what is taken, in order.
+        held: for each the arrays that have it, and its rows in them.
+        shapes: those of the reader.
+    """
+
+    def __init__(
+        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]], shapes: JaggedShapes
+    ) -> None:
+        self._shapes = shapes
+        self._runs = [
+            (each, holding, start, stop)
+            for each, (holding, rows) in zip(taken, held, strict=True)
+            for start, stop in rows.intervals
+        ]
+        self._empty = (taken[0], held[0][0], 0, 0)
+        self._ends = list(accumulate(stop - start for _, _, start, stop in self._runs))
+
+    @property
+    def borders(self) -> list[int]:
+        """Rows at which a run ends."""
+        return self._ends
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop - 1` of the column, which lie within one run."""
+        run = bisect_right(self._ends, start) if start < stop else -1
+        taken, holding, first, last = self._runs[run] if run >= 0 else self._empty
+        offset = 0 if run <= 0 else self._ends[run - 1]
+        low, high = first + start - offset, first + stop - offset
+        assert run < 0 or high <= last
+        values = holding.values(taken.name)
+        if taken.column.lengths is None:
+            return values[low:high]
+        lengths = holding.lengths(taken.column.lengths)
+        begin, shape = int(lengths[:low].sum()), self._shapes.of(lengths[low:high])
+        return shape.fill(values[begin : begin + int(shape.offsets[-1])])

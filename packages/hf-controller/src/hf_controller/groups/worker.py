@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from hf_controller.connection import Connection
+from hf_controller.groups.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 from hf_protocols.arguments import check_count, check_kind, show

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from hf_controller.expressions import Expression, Extents, Measures, Wanted, choose_columns, list_columns
+from hf_controller.data.expressions import Expression, Extents, Measures, Wanted, choose_columns, list_columns
 from hf_protocols import BatchError, RowSelection, split_rows
 
 __all__ = ["Chunk", "Concat", "Rename", "Repeat", "Rows", "Select", "Union"]

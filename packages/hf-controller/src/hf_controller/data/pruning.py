@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from hf_controller.algebra import Concat, Rename, Select, Union
-from hf_controller.expressions import Expression, Leaf
+from hf_controller.data.algebra import Concat, Rename, Select, Union
+from hf_controller.data.expressions import Expression, Leaf
 
 __all__ = ["know_columns", "prune"]
 

@@ -1,7 +1,7 @@
 """Results of calls that may not have happened yet, and the algebra of batches on them.
 
 Nothing here moves a tensor before `BatchFuture.result`: a future is a tree over earlier calls
-(`hf_controller.expressions`), and a call that gets it as an argument sends the tree on.
+(`hf_controller.data.expressions`), and a call that gets it as an argument sends the tree on.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_controller.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
-from hf_controller.expressions import Expression, Extent, Source
+from hf_controller.data.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
+from hf_controller.data.expressions import Expression, Extent, Source
 from hf_controller.failures import LostResultError, UpstreamFailure
 from hf_protocols import BatchError, ConfigError, HybridFlowError, ProtocolError, RowSelection, merge_metrics
 from hf_protocols.arguments import check_columns, check_count, check_seconds, show
@@ -19,8 +19,8 @@ from hf_protocols.arguments import check_columns, check_count, check_seconds, sh
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_controller.results import Outcome
-    from hf_controller.transport import ObjectStore
+    from hf_controller.data.results import Outcome
+    from hf_controller.data.transport import ObjectStore
 
 __all__ = [
     "STAYS_HERE",
@@ -178,7 +178,7 @@ class BatchFuture:
             raise self._explain(error) from None
 
     def _read(self, timeout_s: float) -> TensorDict:
-        from hf_controller.gather import BatchReader
+        from hf_controller.data.gather import BatchReader
 
         reader = BatchReader(self._store, timeout_s)
         reader.look_up([self._expression])
@@ -258,7 +258,7 @@ class MetricsFuture(CallFuture):
         A mean over several calls is the sum of their sums over the sum of their counts: a call with a larger count
         weighs more. Raises the errors of `wait`.
         """
-        from hf_controller.results import Metrics
+        from hf_controller.data.results import Metrics
 
         return merge_metrics(each.sums for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Metrics))
 
@@ -268,7 +268,7 @@ class ObjectFuture(CallFuture):
 
     def result(self, timeout_s: float | None = None) -> Any:
         """Returns the object. Raises the errors of `wait`."""
-        from hf_controller.results import Value
+        from hf_controller.data.results import Value
 
         (outcome,) = self._wait_for_outcomes(timeout_s)
         assert isinstance(outcome, Value)
@@ -306,7 +306,7 @@ class ListFuture(CallFuture):
 
     def result(self, timeout_s: float | None = None) -> list[Any]:
         """Returns every collected rank's batch or object, in rank order. Raises the errors of `wait`."""
-        from hf_controller.results import Value
+        from hf_controller.data.results import Value
 
         if isinstance(self._items[0], ObjectFuture):
             return [each.value for each in self._wait_for_outcomes(timeout_s) if isinstance(each, Value)]

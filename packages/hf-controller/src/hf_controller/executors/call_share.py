@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from hf_protocols import MethodSpec, RowSelection, Topology
 
 if TYPE_CHECKING:
-    from hf_controller.expressions import Source
-    from hf_controller.gather import Table
+    from hf_controller.data.expressions import Source
+    from hf_controller.data.gather import Table
 
 __all__ = ["CallShare"]
 

@@ -3,13 +3,13 @@ from __future__ import annotations
 import io
 import time
 
-from hf_controller.attribution import AttributedStream
+from hf_controller.executors.ray.log_prefix import PrefixedStream
 from hf_protocols import PerRank
 
 
 def test_whole_lines_get_the_label_of_the_moment():
     target, labels = io.StringIO(), iter(["actor/0", "critic/0"])
-    stream = AttributedStream(target, lambda: next(labels))
+    stream = PrefixedStream(target, lambda: next(labels))
     stream.write("half")
     assert target.getvalue() == ""
     stream.write(" a line\nand another\nunfinished")
@@ -19,7 +19,7 @@ def test_whole_lines_get_the_label_of_the_moment():
 
 def test_print_works_on_it():
     target = io.StringIO()
-    print("a", 1, file=AttributedStream(target, lambda: "reward/3"), flush=True)
+    print("a", 1, file=PrefixedStream(target, lambda: "reward/3"), flush=True)
     assert target.getvalue() == "[reward/3] a 1\n"
 
 

@@ -12,10 +12,10 @@ import weakref
 import numpy
 import torch
 
-__all__ = ["SpareMemory"]
+__all__ = ["BufferPool"]
 
 
-class SpareMemory:
+class BufferPool:
     """Blocks of memory that were lent and came back.
 
     Args:

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hf_controller.spare_memory import SpareMemory
+from hf_controller.data.buffer_pool import BufferPool
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from hf_controller.spare_memory import SpareMemory
     ],
 )
 def test_a_block_stays_lent_while_anything_refers_to_it(reader):
-    spare = SpareMemory(1000)
+    spare = BufferPool(1000)
     lent = spare.lend(100)
     address = lent.data_ptr()
     kept = reader(lent)
@@ -36,7 +36,7 @@ def test_a_block_stays_lent_while_anything_refers_to_it(reader):
 
 
 def test_a_kept_block_serves_what_fits_it_and_the_smallest_one_does():
-    spare = SpareMemory(1000)
+    spare = BufferPool(1000)
     lent = [spare.lend(size) for size in (100, 150, 400)]
     addresses = [each.data_ptr() for each in lent]
     lent.clear()
@@ -47,7 +47,7 @@ def test_a_kept_block_serves_what_fits_it_and_the_smallest_one_does():
 
 
 def test_no_more_is_kept_than_allowed_and_the_first_goes_first():
-    spare = SpareMemory(250)
+    spare = BufferPool(250)
     first, second, third = (spare.lend(100) for _ in range(3))
     addresses = {second.data_ptr(), third.data_ptr()}
     del first
@@ -63,7 +63,7 @@ def test_no_more_is_kept_than_allowed_and_the_first_goes_first():
 
 
 def test_threads_never_get_one_block_twice():
-    spare, mistakes = SpareMemory(10_000), []
+    spare, mistakes = BufferPool(10_000), []
 
     def work(mark: int) -> None:
         for _ in range(300):

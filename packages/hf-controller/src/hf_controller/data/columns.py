@@ -16,8 +16,8 @@ from hf_protocols.arguments import check_columns, show
 from hf_protocols.foreign_code import raised_as
 
 if TYPE_CHECKING:
-    from hf_controller.dispatch import Call
-    from hf_controller.expressions import Expression
+    from hf_controller.data.expressions import Expression
+    from hf_controller.groups.dispatch import Call
 
 __all__ = ["CallColumns", "Declared", "columns_of", "find_columns"]
 

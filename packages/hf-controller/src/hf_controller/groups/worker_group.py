@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from hf_controller.resource_pool import ResourcePool
-from hf_controller.worker import WorkerSpec
+from hf_controller.groups.resource_pool import ResourcePool
+from hf_controller.groups.worker import WorkerSpec
 from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
 from hf_protocols.arguments import show
 

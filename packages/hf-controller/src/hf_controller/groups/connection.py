@@ -10,7 +10,7 @@ from hf_protocols import ProtocolError
 from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
-    from hf_controller.worker_group import WorkerGroup
+    from hf_controller.groups.worker_group import WorkerGroup
 
 __all__ = ["Connection", "connect"]
 
@@ -54,7 +54,7 @@ def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None)
         HybridFlowError: what went wrong on a rank.
         WorkerTimeoutError: if the ranks do not meet in time.
     """
-    from hf_controller.worker_group import WorkerGroup
+    from hf_controller.groups.worker_group import WorkerGroup
 
     for side, group in (("first", first), ("second", second)):
         check_kind(ProtocolError, f"connect: {side}", group, WorkerGroup, "a WorkerGroup")

@@ -9,10 +9,10 @@ from functools import lru_cache
 from inspect import signature
 from typing import Any, NamedTuple
 
-from hf_controller.columns import CallColumns, columns_of, find_columns
-from hf_controller.expressions import Expression, Extent, choose_columns
-from hf_controller.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
-from hf_controller.pruning import know_columns, prune
+from hf_controller.data.columns import CallColumns, columns_of, find_columns
+from hf_controller.data.expressions import Expression, Extent, choose_columns
+from hf_controller.data.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
+from hf_controller.data.pruning import know_columns, prune
 from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology, TransferProtocol
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]

@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-__all__ = ["AttributedStream", "attribute_streams"]
+__all__ = ["PrefixedStream", "attribute_streams"]
 
 
-class AttributedStream:
+class PrefixedStream:
     """A text stream that writes whole lines to `target`, each with a label in front.
 
     Args:
@@ -45,5 +45,5 @@ class AttributedStream:
 def attribute_streams(label: Callable[[], str]) -> None:
     """Send this process's standard output and error, labelled, to standard error."""
     target = sys.stderr
-    sys.stdout = AttributedStream(target, label)
-    sys.stderr = AttributedStream(target, label)
+    sys.stdout = PrefixedStream(target, label)
+    sys.stderr = PrefixedStream(target, label)

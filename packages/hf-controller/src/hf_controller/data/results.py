@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_controller.columns import CallColumns
+from hf_controller.data.columns import CallColumns
+from hf_controller.data.transport import ObjectStore, Shard, encode_batch
 from hf_controller.failures import Failure
-from hf_controller.transport import ObjectStore, Shard, encode_batch
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
 from hf_protocols.arguments import show
 

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_controller.algebra import Select
-from hf_controller.call_share import CallShare
-from hf_controller.columns import CallColumns, columns_of
-from hf_controller.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.data.algebra import Select
+from hf_controller.data.columns import CallColumns, columns_of
+from hf_controller.data.gather import BatchReader
+from hf_controller.data.results import Outcome, publish
+from hf_controller.data.transport import ObjectStore, Shard
+from hf_controller.executors.call_share import CallShare
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_controller.gather import BatchReader
-from hf_controller.results import Outcome, publish
+from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.groups.worker import Worker, WorkerSpec, takes_pieces
 from hf_controller.trace import CallReport, Span
-from hf_controller.transport import ObjectStore, Shard
-from hf_controller.worker import Worker, WorkerSpec, takes_pieces
 from hf_protocols import BatchError, ProtocolError, RowSelection, registered_methods
 from hf_protocols.foreign_code import Caught
 
-__all__ = ["RankHost", "Stage", "close_workers"]
+__all__ = ["RankRuntime", "Stage", "close_workers"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class _Inputs(NamedTuple):
     """Knows whether shared memory was written."""
 
 
-class RankHost:
+class RankRuntime:
     """The workers of one rank, and how a call runs on them.
 
     Args:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_controller.transport import Column, ObjectStore, Shard, SliceReply, SliceRequest, as_tensor
+from hf_controller.data.transport import Column, ObjectStore, Shard, SliceReply, SliceRequest, as_tensor
 from hf_protocols import RowSelection, route
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Holder", "Holding", "Taken"]
+__all__ = ["Holding", "ShardCache", "Taken"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Holding:
         return self._lengths[position]
 
 
-class Holder:
+class ShardCache:
     """Fetches what a reader takes, all at once, and each shard once.
 
     Attributes:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_controller.assembly import Assembly, Part
-from hf_controller.expressions import Expression, Extent, Source
+from hf_controller.data.assembly import Assembly, ColumnRuns, Part
+from hf_controller.data.expressions import Expression, Extent, Source
+from hf_controller.data.jagged import JaggedShapes
+from hf_controller.data.shard_cache import Holding, ShardCache, Taken
+from hf_controller.data.transport import Column, ObjectStore, Shard
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_controller.holdings import Holder, Holding, Taken
-from hf_controller.jagged import JaggedShapes
-from hf_controller.pieces import ColumnRuns
-from hf_controller.transport import Column, ObjectStore, Shard
 from hf_protocols import BatchError, Collection, RowIndex, RowSelection, compute_held_rows
 from hf_protocols.arguments import show
 
@@ -103,7 +102,7 @@ class BatchReader:
         self.bytes_read = 0
         self._store = store
         self._timeout_s = timeout_s
-        self._holder = Holder(store, timeout_s)
+        self._holder = ShardCache(store, timeout_s)
         self._tables = {} if tables is None else tables
         self._assemblies: dict[tuple[Part, ...], Assembly] = {}
         self._shapes = JaggedShapes()

@@ -15,8 +15,8 @@ from hf_protocols.arguments import check_kind
 
 if TYPE_CHECKING:
     from hf_controller.executors.base import Executor
-    from hf_controller.resource_pool import ResourcePool
-    from hf_controller.worker_group import WorkerGroup
+    from hf_controller.groups.resource_pool import ResourcePool
+    from hf_controller.groups.worker_group import WorkerGroup
 
 __all__ = ["rebuild"]
 
