@@ -129,7 +129,7 @@ def evaluate(
     with naming_flags():
         result = model_evaluation.evaluate(
             model,
-            data=data,
+            data=data or None,
             metrics=metrics,
             backend_options=_read_options(backend_options),
             search_path=(os.getcwd(),),
