@@ -18,7 +18,7 @@ import pytest
 from hf_algorithms import cli, export, sft
 from hf_algorithms.checkpoints import LEDGER, count_ledger, find_commits
 from hf_protocols import ConfigError
-from small_runs import Outcome, read_metrics, without_times
+from small_runs import Outcome, read_metrics, without_times, write_sft
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "resume.md").read_text()
 KILLER = """
@@ -62,16 +62,6 @@ def run_apart(*arguments: object) -> int:
         finally:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def write_sft(small_config: Path) -> Path:
-    """Writes a configuration of two updates next to another one; returns its path."""
-    text = small_config.read_text()
-    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
-    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
-    path = small_config.with_name("sft.toml")
-    path.write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
-    return path
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
