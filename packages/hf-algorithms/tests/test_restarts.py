@@ -8,7 +8,6 @@ import pytest
 
 from hf_algorithms.checkpoints import LEDGER, Ledger, count_ledger
 from hf_algorithms.checkpoints.program import Program
-
 from hf_algorithms.config import RunConfig
 from hf_algorithms.data import RowOrder
 from hf_algorithms.restarts import Restarts

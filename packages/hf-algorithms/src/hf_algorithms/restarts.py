@@ -141,7 +141,9 @@ class Restarts:
         start is restarted by its owner.
         """
         if isinstance(error, NonFiniteLossError):
-            is_trained = self.stop.has_begun and iteration <= self.config.iterations  # the last evaluation draws nothing
+            is_trained = (
+                self.stop.has_begun and iteration <= self.config.iterations
+            )  # the last evaluation draws nothing
             return self.rolls_back and is_trained
         if isinstance(error, LostClusterError):
             return error.is_local
