@@ -115,7 +115,7 @@ def holding_whole_model(source: ModelSource) -> Iterator[str]:
 
 @contextmanager
 def holding_model(source: ModelSource, path: str | None = None) -> Iterator[str]:
-    """Yields the model as it is; for an adapter of a run that was moved, a temporary copy that names its base anew.
+    """Yields the model as it is; for an adapter of a run that was moved, a temporary copy that names the base in its new place.
 
     Args:
         source: of the model.
@@ -135,7 +135,7 @@ def holding_model(source: ModelSource, path: str | None = None) -> Iterator[str]
 
 
 def _find_moved_base(adapter: Path, run: Path) -> Path | None:
-    """Where the base of an adapter is now; None where it is where the adapter says, or no folder of the run's own."""
+    """Returns the base of an adapter in a run that was moved; None if it was not, or if the run has no such folder."""
     with suppress(OSError, ValueError, AttributeError, TypeError):  # `read_adapter` says what is wrong with a file
         named = Path(json.loads((adapter / _ADAPTER).read_text(encoding="utf-8")).get(_BASE))
         for tail in (named.parts[-1:], named.parts[-2:]):
