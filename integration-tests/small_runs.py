@@ -70,6 +70,16 @@ def without_times(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{name: row[name] for name in row if not name.startswith(measured)} for row in metrics]
 
 
+def write_sft(small_config: Path) -> Path:
+    """Writes a configuration of two updates next to another one; returns its path."""
+    text = small_config.read_text()
+    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
+    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
+    path = small_config.with_name("sft.toml")
+    path.write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
+    return path
+
+
 def nothing(responses: list[str]) -> list[float]:
     """A reward that is the same for all responses."""
     return [0.0] * len(responses)

@@ -18,7 +18,7 @@ import pytest
 from hf_algorithms import cli, export, sft
 from hf_algorithms.checkpoints import LEDGER, count_ledger, find_commits
 from hf_protocols import ConfigError
-from small_runs import Outcome, read_metrics, without_times
+from small_runs import Outcome, read_metrics, without_times, write_sft
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "resume.md").read_text()
 KILLER = """
@@ -39,7 +39,7 @@ WORDS = (
     "--set", "run.checkpoint_every=1", "--set", "run.keep_best=1", "--set", "run.eval_every=2",
     "--set", "rollout.samples_per_prompt=2",
 )  # fmt: skip
-
+MEGATRON = ("training.backend=megatron", "model.num_layers=2", "model.num_heads=2")
 
 STOPPER = """
 import os, signal
@@ -64,23 +64,21 @@ def run_apart(*arguments: object) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def write_sft(small_config: Path) -> Path:
-    """Writes a configuration of two updates next to another one; returns its path."""
-    text = small_config.read_text()
-    before = {name: text.partition(f"[{name}]\n")[2].partition("[")[0] for name in ("run", "data", "model", "training")}
-    sections = "".join(f"[{name}]\n{body}" for name, body in before.items())
-    path = small_config.with_name("sft.toml")
-    path.write_text(sections + "[cluster]\ngpus_per_machine = 1\n[algorithm]\nbatch_size = 8\n")
-    return path
-
-
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+@pytest.mark.parametrize(
+    ("algorithm", "keys", "weights"),
+    [
+        ("grpo", (), "model.safetensors"),
+        ("ppo", (), "model.safetensors"),
+        ("ppo", ("model.lora.rank=4", "optimizer.actor_learning_rate=1e-2"), "adapter_model.safetensors"),
+    ],
+    ids=["grpo", "ppo", "ppo-lora"],
+)
 def test_a_killed_run_goes_on_bit_for_bit(
-    small_config: Path, hybridflow: Callable[..., Outcome], algorithm: str
+    small_config: Path, hybridflow: Callable[..., Outcome], algorithm: str, keys: tuple[str, ...], weights: str
 ) -> None:
     folder = small_config.parent
     (folder / "killer.py").write_text(KILLER)
-    words = [*WORDS, "--set", f"algorithm.name={algorithm}", "--set", "run.iterations=4"]
+    words = [*WORDS, *(w for key in (f"algorithm.name={algorithm}", "run.iterations=4", *keys) for w in ("--set", key))]
     killing = ("--set", f"run.on_metrics={folder / 'killer.py'}:kill_once")
     assert run_apart("train", small_config, *words, *killing) == -signal.SIGKILL
     run = folder / "run"
@@ -90,7 +88,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert not hybridflow("train", "--resume", run).errors
     whole = folder / "whole"
     assert hybridflow("train", small_config, *words, "--set", f"run.output_dir={whole}").exit_code == 0
-    check_equal_runs(run, whole)
+    check_equal_runs(run, whole, weights)
     summary = json.loads((run / "summary.json").read_text())
     assert summary["ledger"] == count_ledger(run / LEDGER)
     assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 4)
@@ -99,20 +97,23 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert summary["best_commits"] == [best]
     assert find_commits(run) == sorted({best, 3, 4})
     kept = export(run, output=folder / "kept", iteration=best)
-    assert (kept / "model.safetensors").read_bytes() == (run / f"steps/{best}/model/model.safetensors").read_bytes()
+    assert (kept / weights).read_bytes() == (run / f"steps/{best}/model" / weights).read_bytes()
     again = hybridflow("train", "--resume", run)
     assert again.exit_code == 0 and "has finished its 4 iterations" in again.output
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
+@pytest.mark.parametrize("own", [(), ("model.lora.rank=4",), MEGATRON], ids=["fsdp", "lora", "megatron"])
+def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(
+    small_config: Path, hybridflow: Callable[..., Outcome], own: tuple[str, ...]
+) -> None:
     """The third iteration, which was done before the kill and is done again from the commit of the second."""
     folder, run = small_config.parent, small_config.parent / "run"
     (folder / "killer.py").write_text(KILLER)
     keys = ("run.executor=ray", "cluster.gpus_per_machine=2", "run.iterations=3", "run.eval_every=3",
             "run.checkpoint_every=1", "algorithm.name=grpo", "rollout.samples_per_prompt=2",
-            f"run.on_metrics={folder / 'killer.py'}:kill_once")  # fmt: skip
+            f"run.on_metrics={folder / 'killer.py'}:kill_once", *own)  # fmt: skip
     words = [word for key in keys for word in ("--set", key)]
     command = [Path(sys.executable).with_name("hybridflow"), "train", small_config, *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of its reward
@@ -179,11 +180,11 @@ def test_a_warm_start_goes_on_bit_for_bit(small_config: Path, hybridflow: Callab
     assert json.loads((run / "summary.json").read_text())["resumed_from"] == [0]
 
 
-def check_equal_runs(run: Path, whole: Path) -> None:
+def check_equal_runs(run: Path, whole: Path, weights: str = "model.safetensors") -> None:
     """Holds a run that was resumed against one that was not."""
     assert without_times(read_metrics(run)) == without_times(read_metrics(whole))
     assert (run / LEDGER).read_text() == (whole / LEDGER).read_text()
-    assert (run / "model" / "model.safetensors").read_bytes() == (whole / "model" / "model.safetensors").read_bytes()
+    assert (run / "model" / weights).read_bytes() == (whole / "model" / weights).read_bytes()
     summary, expected = (json.loads((each / "summary.json").read_text()) for each in (run, whole))
     for name in ("score_before", "score_after", "warm_start_steps", "model_iteration", "ledger", "kl_to_reference"):
         assert summary.get(name) == expected.get(name)

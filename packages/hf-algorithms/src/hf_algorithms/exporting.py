@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_algorithms.atomic_files import refuse_unwritable, write_text
-from hf_algorithms.model_source import ModelSource, find_model_source
+from hf_algorithms.model_source import ModelSource, find_model_source, holding_model
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
@@ -38,26 +38,16 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
         ConfigError: for a model that is absent or damaged, an adapter without its base, and an iteration of which the
             run holds no model.
     """
-    from hf_engine.model_directory import find_model, read_adapter, read_model_directory
-
     folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
     refuse_unwritable(folder.parent, label)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{label}: is not an empty directory. Choose another one")
     source = find_model_source(model)
-    path = source.path if iteration is None else _find_iteration(source, iteration)
+    given = source.path if iteration is None else _find_iteration(source, iteration)
     fresh = folder.absolute().with_name(f".{folder.name}.{os.getpid()}.part")
     try:
-        if is_adapter(path):
-            if merge:
-                merge_adapter(path, fresh, label=source.label)
-            else:
-                read_adapter(path, label=source.label, needs_weights=False)  # refuses one whose base is not there
-                _copy(Path(path), fresh)
-        else:
-            found = find_model(path, label=source.label)
-            read_model_directory(found, label=source.label)
-            _copy(found, fresh)
+        with holding_model(source, given) as path:
+            _export(path, fresh, source.label, merge=merge)
         if folder.exists():
             folder.rmdir()
         fresh.replace(folder)
@@ -66,6 +56,21 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+def _export(path: str, target: Path, label: str, *, merge: bool) -> None:
+    """Writes a model, or an adapter with or without its base, to a directory that is absent."""
+    from hf_engine.model_directory import find_model, read_adapter, read_model_directory
+
+    if is_adapter(path) and merge:
+        merge_adapter(path, target, label=label)
+    elif is_adapter(path):
+        read_adapter(path, label=label, needs_weights=False)  # refuses one whose base is not there
+        _copy(Path(path), target)
+    else:
+        found = find_model(path, label=label)
+        read_model_directory(found, label=label)
+        _copy(found, target)
 
 
 def _copy(source: Path, target: Path) -> None:

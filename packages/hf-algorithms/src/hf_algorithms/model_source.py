@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,10 +24,13 @@ if TYPE_CHECKING:
     from hf_algorithms.checkpoints.origin import RunOrigin
     from hf_algorithms.config import Config
 
-__all__ = ["ModelSource", "find_model_source", "holding_whole_model"]
+__all__ = ["ModelSource", "find_model_source", "holding_model", "holding_whole_model"]
 
 _MODEL = "model"
 """Folder of a run that holds its last committed model."""
+_ADAPTER, _BASE = "adapter_config.json", "base_model_name_or_path"
+_BASES = ("warm_model", "initial_model", "merged_models")
+"""Folders of a run with models that its adapters may belong to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,39 @@ def holding_whole_model(source: ModelSource) -> Iterator[str]:
     if not is_adapter(source.path):
         yield source.path
         return
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, holding_model(source) as adapter:
         merged = Path(folder) / "merged"
-        merge_adapter(source.path, merged, label=source.label)
+        merge_adapter(adapter, merged, label=source.label)
         yield str(merged)
+
+
+@contextmanager
+def holding_model(source: ModelSource, path: str | None = None) -> Iterator[str]:
+    """Yields the model as it is; for an adapter of a run that was moved, a temporary copy that names the base in its new place.
+
+    Args:
+        source: of the model.
+        path: another model of the same run.
+    """
+    path = path or source.path
+    base = None if source.run is None or not is_adapter(path) else _find_moved_base(Path(path), source.run)
+    if base is None:
+        yield path
+        return
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / _MODEL
+        shutil.copytree(path, copy)
+        config = json.loads((copy / _ADAPTER).read_text(encoding="utf-8"))
+        (copy / _ADAPTER).write_text(json.dumps(config | {_BASE: str(base)}, indent=2) + "\n", encoding="utf-8")
+        yield str(copy)
+
+
+def _find_moved_base(adapter: Path, run: Path) -> Path | None:
+    """Returns the base of an adapter in a run that was moved; None if it was not, or if the run has no such folder."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # `read_adapter` says what is wrong with a file
+        named = Path(json.loads((adapter / _ADAPTER).read_text(encoding="utf-8")).get(_BASE))
+        for tail in (named.parts[-1:], named.parts[-2:]):
+            found = run.resolve().joinpath(*tail)
+            if not named.exists() and tail and tail[0] in _BASES and found.is_dir():
+                return found
+    return None

@@ -17,11 +17,13 @@ from hf_algorithms.checkpoints.resume import reopen
 from hf_algorithms.replay import describe_recorded, drop_states
 from hf_algorithms.run_stop import RunStop
 from hf_controller import LostClusterError, RemoteCallError
-from hf_protocols import BackendError, HybridFlowError, WorkerError
+from hf_protocols import BackendError, HybridFlowError, NonFiniteLossError, WorkerError
 
 if TYPE_CHECKING:
-    from hf_algorithms.checkpoints import Resumption
+    from hf_algorithms.checkpoints import Ledger, Resumption
+    from hf_algorithms.checkpoints.program import Program
     from hf_algorithms.config import Config, RunConfig
+    from hf_algorithms.data import RowOrder
     from hf_algorithms.run_directory import RunDirectory
     from hf_algorithms.trackers import MetricsHook
     from hf_protocols import MappingPlan
@@ -39,16 +41,23 @@ class Restarts:
     Attributes:
         config: `[run]`.
         total: restarts of the run, those before a resume included.
-        num_made: of them, those of this program.
+        rolls_back: an update that is not finite is followed by a rollback: a restart with other draws.
+        rollbacks: of the run: the `iteration` that failed, and the one `after` which the run went on.
+        skipped_draws: draws of an iteration's rows that rollbacks passed over.
+        num_made: of the restarts, those of this program.
         stop: of the run; a run that was asked to stop is not restarted.
     """
 
     config: RunConfig
     total: int = 0
+    rolls_back: bool = False
+    rollbacks: list[dict[str, int]] = field(default_factory=list)
+    skipped_draws: int = 0
     num_made: int = field(default=0, init=False)
     stop: RunStop = field(init=False)
     _failed: set[int] = field(default_factory=set, init=False)
     _is_due: bool = field(default=False, init=False)
+    _refused: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.stop = RunStop(self.config, time.monotonic(), self._settle)
@@ -66,7 +75,7 @@ class Restarts:
             iteration: that was under way.
             where: how a run that goes on does so, such as "goes on after iteration 3".
         """
-        if self.config.max_restarts == 0 or self.stop.code is not None or not self._may_pass(error):
+        if self.config.max_restarts == 0 or self.stop.code is not None or not self._may_pass(error, iteration):
             return None
         if iteration in self._failed:
             error.add_note(f"iteration {iteration} failed twice, so that the run is not restarted")
@@ -76,17 +85,44 @@ class Restarts:
         if self.num_made == self.config.max_restarts:
             error.add_note(f"run.max_restarts = {self.config.max_restarts} restarts were made before")
             return None
-        self._failed.add(iteration)
+        is_rollback = isinstance(error, NonFiniteLossError)
+        if is_rollback:  # other draws may pass, and the update is recorded already
+            self._refused = iteration
+        else:
+            self._failed.add(iteration)
         self.num_made += 1
         self.total += 1
         self._is_due = True
         reason = str(error).partition("\n")[0].rstrip(".:")
-        return f"{reason}. Restart {self.num_made} of run.max_restarts = {self.config.max_restarts}: the run {where}"
+        draws = " with other draws" if is_rollback else ""
+        made = f"Restart {self.num_made} of run.max_restarts = {self.config.max_restarts}"
+        return f"{reason}. {made}: the run {where}{draws}"
 
     def take(self) -> bool:
         """Returns True if the failure that was just decided on is followed by a restart."""
         is_due, self._is_due = self._is_due, False
         return is_due
+
+    def begin(self, start: int) -> None:
+        """Takes the iteration after which a restarted run goes on; 0: at its beginning."""
+        if self._refused is not None:
+            self.rollbacks.append({"iteration": self._refused, "after": start})
+            self.skipped_draws += self._refused - start
+            self._refused = None
+
+    def drop_skipped(
+        self, ledger: Ledger, order: RowOrder, program: Program | None, *, batch_size: int, samples: int, seed: int
+    ) -> None:
+        """Plans and drops the samples of draws that were passed over after the commit from which the run goes on."""
+        iteration, known = (0, 0) if program is None else (program.iteration, program.skipped_draws)
+        if self.skipped_draws > known:
+            position, num_rows = (iteration + known) * batch_size, (self.skipped_draws - known) * batch_size
+            drawn = order.draw_from(position, num_rows, seed=seed)
+            ledger.drop(iteration + 1, samples, [(epoch, row, 0) for epoch, row in drawn])
+
+    def measure(self) -> dict[str, float]:
+        """Returns `rollback/count` of an iteration: the rollbacks of the run so far; nothing where it makes none."""
+        return {"rollback/count": float(len(self.rollbacks))} if self.rolls_back else {}
 
     def pause(self) -> None:
         """Waits before a restart."""
@@ -98,12 +134,17 @@ class Restarts:
         if iteration in self._failed:
             drop_states(Path(self.config.output_dir), iteration)
 
-    def _may_pass(self, error: BaseException) -> bool:
+    def _may_pass(self, error: BaseException, iteration: int) -> bool:
         """True for lost processes and lost local clusters, and for errors and timeouts of ranks in an iteration.
 
         Errors of ranks before the first iteration are mistakes, which a restart repeats. A cluster that the run did not
         start is restarted by its owner.
         """
+        if isinstance(error, NonFiniteLossError):
+            is_trained = (
+                self.stop.has_begun and iteration <= self.config.iterations
+            )  # the last evaluation draws nothing
+            return self.rolls_back and is_trained
         if isinstance(error, LostClusterError):
             return error.is_local
         if isinstance(error, RemoteCallError) and not error.cause_type:
@@ -154,7 +195,10 @@ def run_with_restarts(
     Raises:
         HybridFlowError: of the attempt after which the run is not restarted.
     """
-    restarts = Restarts(config.run, total=0 if resume is None else resume.restarts)
+    restarts = Restarts(config.run, rolls_back=config.training.on_nonfinite == "rollback")
+    if resume is not None:
+        restarts.total, restarts.skipped_draws = resume.restarts, resume.skipped_draws
+        restarts.rollbacks += resume.rollbacks
     while True:
         attempt = Attempt(
             config=config,
@@ -179,6 +223,7 @@ def run_with_restarts(
                 error.add_note(f"the run cannot be restarted: {failure}")
                 raise error from failure
             directory, plan = resume.directory, resume.plan
+            restarts.begin(resume.iteration)
         else:
             restarts.stop.end()
             return summary

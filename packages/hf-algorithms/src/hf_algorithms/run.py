@@ -25,7 +25,7 @@ from hf_algorithms.placement import compute_workload
 from hf_algorithms.preflight import check_run
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.report import write_report
-from hf_algorithms.restarts import Attempt, run_with_restarts
+from hf_algorithms.restarts import Attempt, Restarts, run_with_restarts
 from hf_algorithms.rewards import TrainerState, describe_logs
 from hf_algorithms.role_models import describe_generic_shapes
 from hf_algorithms.roles import Roles
@@ -33,7 +33,6 @@ from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_iteration import RunIteration
 from hf_algorithms.run_start import begin_run, check_inputs
-from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.sampler_adapters import describe_merging
 from hf_algorithms.step_metrics import average_metrics, describe_skipped, describe_unscorable
@@ -117,8 +116,8 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
                 display.note(f"{inputs.model.label}: {spare} logits are beyond its tokenizer's ids and have no text")
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
-            stop = attempt.restarts.stop
-            _Run(config, directory, inputs, executor, roles, evaluations, display, summary, stop).execute(resume)
+            restarts = attempt.restarts
+            _Run(config, directory, inputs, executor, roles, evaluations, display, summary, restarts).execute(resume)
         write_report(directory.path)
     return summary.body
 
@@ -136,7 +135,7 @@ class _Run:
         evaluations: RunEvaluations,
         display: RunDisplay,
         summary: RunSummary,
-        stop: RunStop,
+        restarts: Restarts,
     ) -> None:
         self._config = config
         self._directory = directory
@@ -146,7 +145,8 @@ class _Run:
         self._evaluations = evaluations
         self._display = display
         self._summary = summary
-        self._stop = stop
+        self._restarts = restarts
+        self._stop = restarts.stop
         self._validation = self._put_first_rows(inputs.validation)
         self._test = self._put_first_rows(inputs.test)
         self._metric = config.reward.metric_name
@@ -183,6 +183,7 @@ class _Run:
         self._display.phase("evaluating the starting point")
         self._commit_model(0)
         self._summary["score_before"] = self._evaluate("test", 0)
+        self._drop_skipped(None)
         if self._config.warm_start.max_steps:
             self._end_iteration(self._checkpoints, 0, is_last=True)
 
@@ -195,9 +196,21 @@ class _Run:
         self._state.update(program.state)
         self._busy_s, self._num_tokens = program.totals["busy_s"], program.totals["tokens"]
         self._ledger = Ledger(self._directory, program.ledger)
+        self._drop_skipped(program)
         self._summary.restore(program)
         self._checkpoints.restore(program)
         resume.load(self._roles)
+
+    def _drop_skipped(self, program: Program | None) -> None:
+        rollout = self._config.rollout
+        self._restarts.drop_skipped(
+            self._ledger,
+            self._inputs.train.order,
+            program,
+            batch_size=rollout.batch_size,
+            samples=rollout.samples_per_prompt,
+            seed=self._config.run.seed,
+        )
 
     def _warm_start(self, resume: Resumption | None) -> None:
         """Supervised training of the policy; every role that starts from the same weights then gets the result.
@@ -254,7 +267,13 @@ class _Run:
         config = self._config
         start_s = time.perf_counter()
         current = RunIteration(
-            config, self._inputs, self._executor, self._ledger, self._state, self._sampling(iteration)
+            config,
+            self._inputs,
+            self._executor,
+            self._ledger,
+            self._state,
+            iteration,
+            self._sampling(iteration + self._restarts.skipped_draws),
         )
         prompts, context = current.first(), current.context()
         with self._executor.trace.label(iteration=iteration):
@@ -284,7 +303,7 @@ class _Run:
         metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
-        metrics |= self._checkpoints.measure()
+        metrics |= self._checkpoints.measure() | self._restarts.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = samples * iteration / self._busy_s
         self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
@@ -316,8 +335,13 @@ class _Run:
             state=self._state,
             totals={"busy_s": self._busy_s, "tokens": self._num_tokens, "wall_s": self._summary.wall_s},
             ledger=self._ledger,
-            data={"rows_drawn": iteration * self._config.rollout.batch_size, "rows": len(self._inputs.train)},
+            data={"rows_drawn": self._count_drawn(iteration), "rows": len(self._inputs.train)},
+            skipped_draws=self._restarts.skipped_draws,
         )
+
+    def _count_drawn(self, iteration: int) -> int:
+        """Prompts that the run has drawn after an iteration, without refills."""
+        return (iteration + self._restarts.skipped_draws) * self._config.rollout.batch_size
 
     def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
         """Writes down some responses of the last batch that the step showed."""
@@ -333,7 +357,7 @@ class _Run:
         state = TrainerState(
             global_step=most // config.run.iterations * iteration,
             max_steps=most,
-            epoch=iteration * config.rollout.batch_size / len(self._inputs.train),
+            epoch=self._count_drawn(iteration) / len(self._inputs.train),
             iteration=iteration,
         )
         for group in self._roles.groups.values():

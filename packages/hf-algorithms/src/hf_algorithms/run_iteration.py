@@ -31,7 +31,8 @@ class RunIteration:
         executor: of the run.
         ledger: of the run; it learns of every prompt before a response is generated.
         state: of the run, see `StepContext.state`.
-        sampling: how responses are drawn.
+        iteration: from 1.
+        sampling: how responses are drawn; its step numbers the draw of prompts, too.
         shown: batches that the step showed.
     """
 
@@ -40,6 +41,7 @@ class RunIteration:
     executor: Executor
     ledger: Ledger
     state: dict[str, Any]
+    iteration: int
     sampling: SamplingParams
     shown: list[BatchFuture] = field(default_factory=list, init=False)
 
@@ -53,7 +55,7 @@ class RunIteration:
             pretraining=self.inputs.pretraining,
             num_learned=self.state.get(_NUM_LEARNED, 0),
         )
-        self.ledger.begin(self.sampling.step, rollout.samples_per_prompt)
+        self.ledger.begin(self.iteration, rollout.samples_per_prompt)
 
     def first(self) -> BatchFuture:
         """The prompts with which the iteration begins."""
@@ -65,7 +67,7 @@ class RunIteration:
         """Returns the context that the step gets."""
         return StepContext(
             sampling=self.sampling,
-            iteration=self.sampling.step,
+            iteration=self.iteration,
             state=self.state,
             more_prompts=self._draw_more,
             count_prompts_left=lambda: self._draws.num_left,

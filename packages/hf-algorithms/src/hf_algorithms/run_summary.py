@@ -22,7 +22,7 @@ __all__ = ["RunSummary", "versions"]
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 _OWN = (
     "status", "error", "versions", "wall_s", "peak_rss_bytes", "last_commit", "best_commits", "checkpoint_share",
-    "restarts",
+    "restarts", "rollbacks",
 )  # fmt: skip
 """Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
@@ -68,7 +68,7 @@ class RunSummary:
         self._note = note
         self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
-        self._body |= {"restarts": self._restarts.total, "versions": versions()}
+        self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions()}
 
     def __enter__(self) -> RunSummary:
         self._executor.trace.stream_chrome(self._directory.path / "trace.json")

@@ -24,12 +24,11 @@ from hf_algorithms.placement import check_plan, check_train_backends, compute_wo
 from hf_algorithms.process_tree import MemoryMeter
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
-from hf_algorithms.restarts import Attempt, run_with_restarts
+from hf_algorithms.restarts import Attempt, Restarts, run_with_restarts
 from hf_algorithms.role_models import find_role_models, list_main_backends
 from hf_algorithms.run import build_executor
 from hf_algorithms.run_evaluations import RunEvaluations
 from hf_algorithms.run_start import begin_run, check_inputs
-from hf_algorithms.run_stop import RunStop
 from hf_algorithms.run_summary import RunSummary
 from hf_algorithms.step_metrics import average_metrics, describe_skipped
 from hf_algorithms.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
@@ -135,8 +134,8 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path, failed=attempt.restarts.failed)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
-            stop = attempt.restarts.stop
-            run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, stop)
+            restarts = attempt.restarts
+            run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, restarts)
             run.execute(resume)
         write_report(directory.path)
     return summary.body
@@ -273,7 +272,7 @@ class _SupervisedRun:
         evaluations: RunEvaluations,
         display: RunDisplay,
         summary: RunSummary,
-        stop: RunStop,
+        restarts: Restarts,
     ) -> None:
         self._config = config
         self._recipe = _recipe_of(config)
@@ -291,7 +290,8 @@ class _SupervisedRun:
         self._busy_s = 0.0
         self._held_out = {name: self._put(getattr(inputs, name)) for name in ("validation", "test")}
         self._summary = summary
-        self._stop = stop
+        self._restarts = restarts
+        self._stop = restarts.stop
 
     def execute(self, resume: Resumption | None) -> None:
         """Runs all phases in order; if one fails, the results so far are on disk."""
@@ -307,6 +307,14 @@ class _SupervisedRun:
                 self._summary.restore(resume.program)
                 self._checkpoints.restore(resume.program)
                 resume.load(self._roles)
+            self._restarts.drop_skipped(
+                self._ledger,
+                self._inputs.order,
+                None if resume is None else resume.program,
+                batch_size=self._batch_size,
+                samples=1,
+                seed=self._config.run.seed,
+            )
             self._display.phase(self._config.algorithm.name)
             is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
             self._checkpoints.finish()
@@ -319,13 +327,14 @@ class _SupervisedRun:
     def _iterate(self, iteration: int) -> None:
         config, data = self._config, self._inputs.train
         start_s = time.perf_counter()
-        drawn = self._inputs.order.draw(self._batch_size, iteration=iteration - 1, seed=config.run.seed)
+        draw = iteration + self._restarts.skipped_draws
+        drawn = self._inputs.order.draw(self._batch_size, iteration=draw - 1, seed=config.run.seed)
         rows = [row for _, row in drawn]
         self._ledger.begin(iteration, 1)
         self._ledger.plan([(epoch, row, 0) for epoch, row in drawn])
         batch = self._executor.put(data.batch(rows))
         context = StepContext(
-            sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=iteration),
+            sampling=SamplingParams(max_new_tokens=1, seed=config.run.seed, step=draw),
             iteration=iteration,
             state={},
             more_prompts=_refuse_more,
@@ -348,7 +357,7 @@ class _SupervisedRun:
         metrics["perf/samples_per_s"] = self._batch_size / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
-        metrics |= self._checkpoints.measure()
+        metrics |= self._checkpoints.measure() | self._restarts.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = self._batch_size * iteration / self._busy_s
         for line in describe_skipped(iteration, metrics):
@@ -362,7 +371,8 @@ class _SupervisedRun:
             state={},
             totals={"busy_s": self._busy_s, "wall_s": self._summary.wall_s},
             ledger=self._ledger,
-            data={"rows_drawn": iteration * self._batch_size, "rows": len(data)},
+            data={"rows_drawn": draw * self._batch_size, "rows": len(data)},
+            skipped_draws=self._restarts.skipped_draws,
         )
 
     def _evaluate(self, name: str) -> Mapping[str, float]:

@@ -123,6 +123,12 @@ class Ledger:
         self._begin(self._iteration, self._samples)
         self.check()
 
+    def drop(self, iteration: int, samples: int, prompts: Sequence[Prompt]) -> None:
+        """Takes prompts that an iteration passes over, with so many responses to each: planned and dropped."""
+        self.begin(iteration, samples)
+        self.plan(prompts)
+        self.settle(is_skipped=True)
+
     def check(self) -> None:
         """Holds planned = trained + filtered + dropped + in flight between iterations, where nothing is in flight.
 

@@ -34,6 +34,7 @@ class Program:
         generators: of the program's random numbers.
         sizes: bytes of the files that grow, by their names.
         best: scores of the commits that `run.keep_best` keeps, by iteration.
+        skipped_draws: draws of an iteration's rows that rollbacks passed over.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class Program:
     generators: Mapping[str, Any]
     sizes: Mapping[str, int]
     best: Mapping[str, float] = field(default_factory=dict)
+    skipped_draws: int = 0
 
 
 def write_program(folder: Path, program: Program) -> None:
@@ -86,7 +88,8 @@ def _is_program(program: Program) -> bool:
     tables = (program.state, program.summary, program.data, program.generators)
     numbers = (*_values_of(program.totals), *_values_of(program.ledger), *_values_of(program.sizes))
     is_counted = all(type(each) in (int, float) and each >= 0 for each in numbers)
-    return is_counted and type(program.iteration) is int and all(isinstance(each, Mapping) for each in tables)
+    are_numbers = type(program.iteration) is type(program.skipped_draws) is int and program.skipped_draws >= 0
+    return is_counted and are_numbers and all(isinstance(each, Mapping) for each in tables)
 
 
 def _values_of(table: Any) -> list[Any]:

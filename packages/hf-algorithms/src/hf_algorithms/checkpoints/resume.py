@@ -52,6 +52,7 @@ class Resumption:
         notes: one line for each commit that cannot be used.
         is_finished: there is nothing left to do.
         restarts: that the run made by itself so far.
+        rollbacks: those of them after an update that was not finite, see `Restarts`.
     """
 
     config: Config
@@ -64,11 +65,18 @@ class Resumption:
     notes: Sequence[str]
     is_finished: bool
     restarts: int = 0
+    rollbacks: Sequence[dict[str, int]] = ()
 
     @property
     def iteration(self) -> int:
         """The last one that is committed, or 0."""
         return self.program.iteration if self.program is not None else 0
+
+    @property
+    def skipped_draws(self) -> int:
+        """Draws that rollbacks passed over: the last one may be newer than the commit."""
+        known = 0 if self.program is None else self.program.skipped_draws
+        return max(known, sum(each["iteration"] - each["after"] for each in self.rollbacks))
 
     def begin(self) -> None:
         """Removes what the run wrote after its last commit; without one, all but commits of its warm start.
@@ -186,7 +194,19 @@ def _find_start(config: Config, directory: RunDirectory, search_path: Sequence[s
         notes=[*problems, *more],
         is_finished=has_ended and program is not None and program.iteration >= config.run.iterations,
         restarts=restarts if type(restarts) is int else 0,
+        rollbacks=_list_rollbacks(summary.get("rollbacks")),
     )
+
+
+def _list_rollbacks(found: Any) -> list[dict[str, int]]:
+    """The rollbacks of a summary; of one that was edited, those that are some."""
+    return [
+        {"iteration": each["iteration"], "after": each["after"]}
+        for each in (found if isinstance(found, list) else ())
+        if isinstance(each, Mapping)
+        and type(each.get("iteration")) is type(each.get("after")) is int
+        and 0 <= each["after"] < each["iteration"]
+    ]
 
 
 def _check_changes(before: Config, after: Config, allowed: Sequence[str]) -> None:

@@ -117,6 +117,7 @@ class Checkpoints:
         ledger: Ledger,
         data: Mapping[str, Any],
         score: float | None = None,
+        skipped_draws: int = 0,
     ) -> None:
         """Commits the run after an iteration whose metrics are written, if it is time.
 
@@ -128,6 +129,7 @@ class Checkpoints:
             ledger: of the run, in which the iteration is settled.
             data: position in the training rows.
             score: on the validation rows, whose evaluation has written `model/`; None: not evaluated.
+            skipped_draws: that rollbacks passed over.
 
         Raises:
             HybridFlowError: if a state cannot be written; earlier commits stay.
@@ -148,6 +150,7 @@ class Checkpoints:
                 generators=save_generators(),
                 sizes=self._directory.measure(),
                 best=self._best.scores,
+                skipped_draws=skipped_draws,
             ),
             with_model=is_best,
         )

@@ -165,11 +165,23 @@ def _check_meaning(config: Config) -> None:
             if _is_missing(config, key)
         ),
         *_find_wrong_scorers(config),
+        *_find_idle_rollback(config),
         *find_idle_rollout(config),
         *find_wrong_sets(config.evaluation, has_metric=not config.reward.evaluates_model),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _find_idle_rollback(config: Config) -> list[str]:
+    if config.training.on_nonfinite != "rollback":
+        return []
+    reasons = {"checkpoint_every": "no commit is made to go back to", "max_restarts": "no rollback is allowed"}
+    return [
+        f'training.on_nonfinite = "rollback" with run.{key} = 0: {reason}. Raise run.{key}'
+        for key, reason in reasons.items()
+        if getattr(config.run, key) == 0
+    ]
 
 
 def _ask_for_contradictions(algorithm: AlgorithmConfig) -> list[str]:

@@ -42,7 +42,7 @@ class RunConfig(Section):
     """
     max_restarts: Annotated[int, Field(ge=0, le=1 << 20)] = 2
     """Restarts that the program makes by itself, from the last commit, after ranks raise, end or hang, or a local Ray
-    cluster is lost; an iteration that fails twice ends the run.
+    cluster is lost; an iteration that fails twice ends the run. Rollbacks of `training.on_nonfinite` count, too.
     """
     max_seconds: Positive | None = None
     """The run stops after the iteration in which this time is over, with a commit; left out: it runs to its end."""

@@ -284,9 +284,10 @@ class TrainingConfig(Section):
     """
     compile: bool = False
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     """An update whose loss or gradient norm is NaN, infinite or above `explode_above` ends the run, or is left out: its
-    role's weights and optimizer stay as they were.
+    role's weights and optimizer stay as they were. With `"rollback"` the run goes on from its last commit with other
+    draws, as often as `run.max_restarts` allows.
     """
     explode_above: Positive | None = None
     """Bound on the size of a loss and on its gradient's norm before clipping; left out: any finite number is taken."""

@@ -78,7 +78,7 @@ class ModelWorker(Worker):
                 shared_prompts=config.training.shared_prompts,
                 shard=config.training.shard,
                 lora=setup.lora if cls.trainable else None,
-                on_nonfinite=config.training.on_nonfinite,
+                on_nonfinite="skip" if config.training.on_nonfinite == "skip" else "stop",
                 explode_above=config.training.explode_above or inf,
             ),
         }
