@@ -119,7 +119,7 @@ def _write_data() -> None:
 
 def _load_libraries() -> None:
     """Imports what runs need, ten seconds' worth, before the first is forked. One thread, as a fork ends threads."""
-    for name in ("transformers.models.llama", "hf_engine.backends.fsdp", "hf_engine.backends.transformers"):
+    for name in ("transformers.models.llama", "hf_engine.training.fsdp", "hf_engine.rollout.transformers"):
         import_module(name)
     import_module("torch").set_num_threads(1)
 

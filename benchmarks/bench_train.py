@@ -136,7 +136,7 @@ def _plain_loop(model: str, batch: Any, num_tokens: float) -> Callable[[], tuple
     """Returns a step of a plain loop without our packages, over micro-batches that are sorted and padded already."""
     from transformers import AutoModelForCausalLM
 
-    from hf_engine.backends._micro_batches import SequenceBatch
+    from hf_engine.training.micro_batches import SequenceBatch
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     optimizer = torch.optim.AdamW(

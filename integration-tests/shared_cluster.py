@@ -19,9 +19,9 @@ from forked_workers import forked_workers
 NUM_SLOTS = 16
 PRELOADED = (
     "hf_algorithms.workers",
-    "hf_engine.backends.fsdp",
-    "hf_engine.backends.megatron",
-    "hf_engine.backends.transformers",
+    "hf_engine.training.fsdp",
+    "hf_engine.training.megatron",
+    "hf_engine.rollout.transformers",
     "transformers.models.llama.modeling_llama",
 )
 """Modules that the workers of runs need."""

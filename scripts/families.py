@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine import load_train_backend
-from hf_engine.backends._engine_rules import check_sglang_runs, check_vllm_runs
 from hf_engine.model_directory import read_model_directory
+from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_protocols import BackendError
 

@@ -29,7 +29,10 @@ END = "<!-- house_numbers.py writes to here -->"
 PACKAGES = ("hf-protocols", "hf-engine", "hf-mapper", "hf-controller", "hf-algorithms")
 LONGEST_NAME = 60
 
-ONE_OF_A_SET = re.compile(r"\.(recipes|backends\.\w+|rollout|rewards|trackers|testing)(\.|$)|cli$|command|__main__$")
+ONE_OF_A_SET = re.compile(
+    r"\.(recipes|training\.(fsdp|megatron)|rollout\.(server|sglang|transformers|vllm)|cpu_support|rewards|trackers|testing)"
+    r"(\.|$)|cli$|command|__main__$"
+)
 """Modules that one registry, command or conformance suite imports by design: one importer is what they need."""
 
 READERS = re.compile(r"\.data\._(arrow_tables|gsm8k|gzip_files|json_records|text_blocks|text_tables)$")

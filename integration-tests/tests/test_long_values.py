@@ -16,7 +16,7 @@ from hf_algorithms.placement import check_rollout_options
 from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions, load_function
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_engine import fsdp_layout, load_rollout_backend, load_train_backend, replicated_layout
-from hf_engine.resharding.matching import check_weights
+from hf_engine.resharding.tensor_checks import check_weights
 from hf_mapper import WorkloadSpec, gpu, read_config
 from hf_protocols import (
     Dataflow,

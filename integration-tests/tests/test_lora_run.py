@@ -26,11 +26,11 @@ from hf_engine import (
     load_rollout_backend,
     load_train_backend,
 )
-from hf_engine.backends._lora import adapters_off
-from hf_engine.backends.fsdp import FsdpBackend
-from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.model_directory import read_model_directory
+from hf_engine.models.lora import adapters_off
+from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
+from hf_engine.training.fsdp import FsdpBackend
 from hf_mapper import AdapterSpec, ClusterSpec, WorkloadSpec, estimate_memory
 from hf_mapper.simulators.layouts import read_generation, read_layouts
 from hf_mapper.simulators.memory import received_weight_bytes

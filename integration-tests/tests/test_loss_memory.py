@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_engine.backends import _token_logprobs
+from hf_engine.training import token_logprobs
 from hf_mapper import SoftwareSpec, WorkloadSpec
 from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import training_work_bytes
@@ -24,7 +24,7 @@ def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def mean_of_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return _token_logprobs.compute_token_logprobs(logits, labels)[0].mean()
+    return token_logprobs.compute_token_logprobs(logits, labels)[0].mean()
 
 
 @pytest.mark.parametrize(("software", "loss"), [(FSDP, cross_entropy), (SoftwareSpec(), mean_of_logprobs)])
@@ -32,7 +32,7 @@ def test_a_loss_takes_what_is_counted(
     software: SoftwareSpec, loss: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the peak of a step; the narrow dimension before the head weighs nothing next to the vocabulary."""
-    monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", 1)  # a part of many tokens
+    monkeypatch.setattr(token_logprobs, "_CHUNK_ELEMENTS", 1)  # a part of many tokens
     shape = dataclasses.replace(ModelShape.preset("llama-2-7b"), vocab_size=1)
     workload = WorkloadSpec(
         global_batch=1,

@@ -17,7 +17,7 @@ from hf_algorithms import load_config
 from hf_algorithms.inputs import load_inputs
 from hf_algorithms.placement import plan_dataflow
 from hf_engine import load_rollout_backend
-from hf_engine.backends import _offload
+from hf_engine.training import offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
 from hf_mapper.specs import SHIPPED_GENERATION
 from hf_protocols import Dataflow, GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
@@ -51,7 +51,7 @@ def two_pools() -> MappingPlan:
 
 def test_the_mappers_default_is_the_largest_shipped_engine() -> None:
     """Read off the sources: the classes of engines that are not installed cannot be imported."""
-    folder = Path(hf_engine.__file__).parent / "backends"
+    folder = Path(hf_engine.__file__).parent / "rollout"
     stated = re.compile(r"^    largest_generation: .* = GenerationSpec\((?:gen_tp_size=(\d+))?\)$", re.MULTILINE)
     sizes = [int(size or 1) for path in folder.rglob("*.py") for size in stated.findall(path.read_text())]
     assert sorted(sizes) == [1, 1, 8, 64]  # transformers and servers, SGLang, vLLM
@@ -71,10 +71,10 @@ def test_offloaded_models_train_like_others(
     file = small_config.with_name("offloaded.json")
     file.write_text(dataclasses.replace(plan, models=models).to_json())
     freed: list[int] = []
-    give_up = _offload.OffloadedMemory.give_up
-    monkeypatch.setattr(_offload, "_is_on_host", lambda storage: False)
+    give_up = offload.OffloadedMemory.give_up
+    monkeypatch.setattr(offload, "_is_on_host", lambda storage: False)
     monkeypatch.setattr(
-        _offload.OffloadedMemory, "give_up", lambda *given, **parts: freed.append(give_up(*given, **parts)) or freed[-1]
+        offload.OffloadedMemory, "give_up", lambda *given, **parts: freed.append(give_up(*given, **parts)) or freed[-1]
     )
     outcome = hybridflow("train", small_config, "--overwrite", "--plan", file)
     assert outcome.exit_code == 0, outcome.errors

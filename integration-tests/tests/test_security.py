@@ -34,8 +34,8 @@ OWN_PROCESSES = {
     "hf-controller/src/hf_controller/executors/ray/wire.py": 2,
     "hf-controller/src/hf_controller/failures.py": 2,
     # an engine's process and its rank, over a pair of sockets
-    "hf-engine/src/hf_engine/backends/sglang/_process.py": 1,
-    "hf-engine/src/hf_engine/backends/sglang/_server.py": 1,
+    "hf-engine/src/hf_engine/rollout/sglang/_process.py": 1,
+    "hf-engine/src/hf_engine/rollout/sglang/_server.py": 1,
     # ranks that a test starts
     "hf-engine/src/hf_engine/testing/_local_ranks.py": 2,
 }
@@ -139,7 +139,7 @@ def says_false(call: ast.Call) -> bool:
 
 
 def test_sglang_is_started_without_code_of_others_and_on_loopback() -> None:
-    options = ast.unparse(CODE[PACKAGES / "hf-engine/src/hf_engine/backends/sglang/_options.py"])
+    options = ast.unparse(CODE[PACKAGES / "hf-engine/src/hf_engine/rollout/sglang/_options.py"])
     assert "'trust_remote_code': False" in options and "'host': '127.0.0.1'" in options
 
 

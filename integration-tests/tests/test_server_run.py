@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from hf_algorithms.config import load_config
 from hf_algorithms.inputs import load_inputs
 from hf_engine import SamplingParams
-from hf_engine.backends.server._connection import ServerConnection
-from hf_engine.backends.server._dialect import Sample
-from hf_engine.backends.server._identify import identify
+from hf_engine.rollout.server._connection import ServerConnection
+from hf_engine.rollout.server._dialect import Sample
+from hf_engine.rollout.server._identify import identify
 from hf_engine.testing._local_server import LocalServer
 from small_runs import Outcome, read_metrics
 

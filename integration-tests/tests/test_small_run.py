@@ -13,7 +13,7 @@ import torch
 from starlette.testclient import TestClient
 
 from hf_algorithms.report.live import build_app
-from hf_engine.backends._optimizer import ShardedAdamW
+from hf_engine.training.optimizer import ShardedAdamW
 from hf_protocols import MappingPlan
 from small_runs import Outcome, read_metrics, without_times
 

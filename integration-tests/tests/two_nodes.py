@@ -318,5 +318,5 @@ def main(what: str, path: Path) -> None:
 
 if __name__ == "__main__":
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    with forked_workers(["hf_algorithms.workers", "hf_engine.backends.fsdp", "hf_engine.backends.transformers"]):
+    with forked_workers(["hf_algorithms.workers", "hf_engine.training.fsdp", "hf_engine.rollout.transformers"]):
         main(sys.argv[1], Path(sys.argv[2]))

@@ -16,7 +16,7 @@ from hf_algorithms.losses import SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
 from hf_engine import SamplingParams, TrainConfig
-from hf_engine.backends.transformers import TransformersBackend
+from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
 from hf_engine.testing._packed import PackedEngine

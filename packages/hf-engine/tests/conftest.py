@@ -38,6 +38,6 @@ def machine_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int
     def contain(memory_bytes: int) -> None:
         (tmp_path / "proc").mkdir()
         (tmp_path / "proc" / "meminfo").write_text(f"MemTotal: {memory_bytes // 1024} kB\n")
-        monkeypatch.setattr("hf_engine.backends._memory.read_machine_limits", partial(read_machine_limits, tmp_path))
+        monkeypatch.setattr("hf_engine.rollout.memory.read_machine_limits", partial(read_machine_limits, tmp_path))
 
     return contain

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from hf_engine import LoraConfig, find_merging_reason, load_rollout_backend
-from hf_engine.backends._adapter_rules import add_adapters_apart, find_engine_refusal, is_adapter_name
-from hf_engine.backends.sglang._adapters import find_partial_stack
 from hf_engine.model_directory import read_model_directory
+from hf_engine.models.adapter_rules import add_adapters_apart, find_engine_refusal, is_adapter_name
 from hf_engine.resharding.model_layouts import generation_layout
+from hf_engine.rollout.sglang._adapters import find_partial_stack
 from hf_engine.testing import write_tiny_model
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 

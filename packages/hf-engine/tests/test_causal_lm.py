@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, T5Config
 
 from hf_engine import TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.backends._causal_lm import build_without_memory, load_causal_lm, save_causal_lm
 from hf_engine.model_directory import read_model_directory
+from hf_engine.models.causal_lm import build_without_memory, load_causal_lm, save_causal_lm
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 

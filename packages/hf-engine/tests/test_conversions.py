@@ -8,10 +8,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import derive_shape
-from hf_engine.backends._conversions import buffers_in_files, read_file_names
-from hf_engine.backends._shapes import derive_layout
-from hf_engine.backends._stacked_experts import FilePart, layout_in_files, shapes_in_files, tensors_in_files
 from hf_engine.model_directory import read_model_directory
+from hf_engine.models.conversions import buffers_in_files, read_file_names
+from hf_engine.models.shapes import derive_layout
+from hf_engine.models.stacked_experts import FilePart, layout_in_files, shapes_in_files, tensors_in_files
 from hf_engine.resharding.layouts import fsdp_layout
 from hf_engine.resharding.model_layouts import fsdp_model_layout
 from hf_engine.resharding.moving import storage_bytes

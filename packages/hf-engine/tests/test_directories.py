@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.backends import _directories, fsdp
-from hf_engine.backends._directories import write_directory
-from hf_engine.backends.megatron._files import HuggingFaceFiles
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch
+from hf_engine.training import directories
+from hf_engine.training.directories import write_directory
+from hf_engine.training.fsdp import _backend as fsdp
+from hf_engine.training.megatron._files import HuggingFaceFiles
 from hf_protocols import BackendError, ParallelSpec, Topology
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -86,7 +87,7 @@ def write_beside_a_tokenizer(model, folder):
     before = (target / "model.safetensors").read_bytes()
     backend.train_step(build_batch(4, vocab_size=64), negative_logprobs, 10.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_directories, "_replace", fail_to_rename(folder))
+        patch.setattr(directories, "_replace", fail_to_rename(folder))
         with pytest.raises(BackendError, match=r"rank 0 refused: .*no room"):
             backend.export_hf(target)
     for write in (backend.export_hf, backend.save_state):
@@ -103,11 +104,11 @@ def write_beside_a_tokenizer(model, folder):
 
 
 def fail_to_rename(folder):
-    replace = _directories._replace
+    replace = directories._replace
 
     def renaming(*paths):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(_directories.os, "rename", refuse_filling)
+            patch.setattr(directories.os, "rename", refuse_filling)
             replace(*paths)
 
     def refuse_filling(old, new, rename=os.rename):
@@ -150,8 +151,8 @@ def crash_after_renames(number, directory, content):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_directories.os, "rename", rename)
-        patch.setattr(_directories.shutil, "rmtree", remove)
+        patch.setattr(directories.os, "rename", rename)
+        patch.setattr(directories.shutil, "rmtree", remove)
         with pytest.raises(KeyboardInterrupt):
             write_model(directory, content)
     return directory.with_name(f".{directory.name}.replaced"), directory.with_name(f".{directory.name}.filling")

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import ReshardExecutor, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
-from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
+from hf_engine.resharding.tensor_checks import check_weights
 from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.errors import ReshardError
 

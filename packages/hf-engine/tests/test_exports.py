@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.backends._jagged import to_jagged
+from hf_engine.backends.jagged import to_jagged
 from hf_engine.model_directory import ExportSource, read_model_directory
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_protocols import BackendError, ParallelSpec, Topology

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.backends._fsdp_model import gather_on_first
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
+from hf_engine.training.fsdp._model import gather_on_first
 from hf_protocols import ParallelSpec, Topology
 
 VOCAB_SIZE = 64

@@ -8,14 +8,14 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.backends import _offload
-from hf_engine.backends.transformers import TransformersBackend
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.moving import storage_bytes
+from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
 from hf_engine.testing._storages import watch_storages
 from hf_engine.testing._traffic import count_traffic
+from hf_engine.training import offload
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
@@ -351,7 +351,7 @@ def test_masters_of_another_dtype_stay_where_they_are(ranks2, tmp_path):
 def offload_while_generating(model):
     """As on a device: the memory of the training weights and of AdamW's moments is given up, not only refused."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_offload, "_is_on_host", lambda storage: False)
+        patch.setattr(offload, "_is_on_host", lambda storage: False)
         train, rollout, engine = build_engine(model, model, training_weights="offload")
         step(train)
         trained, views = bits(train.local_weights()), train.local_weights().values()

@@ -12,6 +12,23 @@ print(json.dumps(sorted(sys.modules)))
 
 
 LIBRARIES = {"megatron", "peft", "ray", "safetensors", "sglang", "tensordict", "transformers", "vllm"}
+EXPECTED = [
+    "hf_engine.backends.abilities",
+    "hf_engine.backends.base",
+    "hf_engine.backends.jagged",
+    "hf_engine.backends.lora_config",
+    "hf_engine.backends.registry",
+    "hf_engine.backends.sampling_params",
+    "hf_engine.backends.train_config",
+    "hf_engine.models.adapter_rules",
+    "hf_engine.models.merging",
+    "hf_engine.models.shapes",
+    "hf_engine.training.directories",
+    "hf_engine.training.state",
+    "hf_engine.training.state.files",
+    "hf_engine.training.state.records",
+]
+"""Modules of backends, models and states that the package imports."""
 
 
 def test_importing_the_package_loads_no_backend():
@@ -20,17 +37,5 @@ def test_importing_the_package_loads_no_backend():
     assert "torch" in modules
     assert not LIBRARIES & {module.partition(".")[0] for module in modules}
     assert "torch.distributed.fsdp" not in modules
-    backends = [module for module in modules if module.startswith("hf_engine.backends.")]
-    assert sorted(backends) == [
-        "hf_engine.backends._abilities",
-        "hf_engine.backends._adapter_rules",
-        "hf_engine.backends._base",
-        "hf_engine.backends._directories",
-        "hf_engine.backends._jagged",
-        "hf_engine.backends._lora_config",
-        "hf_engine.backends._merging",
-        "hf_engine.backends._registry",
-        "hf_engine.backends._sampling_params",
-        "hf_engine.backends._shapes",
-        "hf_engine.backends._train_config",
-    ]
+    rooms = tuple(f"hf_engine.{room}." for room in ("backends", "cpu_support", "models", "rollout", "training"))
+    assert sorted(module for module in modules if module.startswith(rooms)) == EXPECTED

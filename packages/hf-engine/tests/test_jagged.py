@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_engine.backends._jagged import Ragged, read_ids, require_columns, to_jagged
+from hf_engine.backends.jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_protocols import BatchError
 
 

@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, Se
 from transformers import get_scheduler
 
 from hf_engine import TrainConfig
-from hf_engine.backends._learning_rate import LearningRate
+from hf_engine.training.learning_rate import LearningRate
 from hf_protocols import BackendError, ConfigError
 
 NUM_STEPS = 12

@@ -10,8 +10,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_engine.backends._loss import StepLoss
-from hf_engine.backends._micro_batches import SequenceBatch
+from hf_engine.training.loss import StepLoss
+from hf_engine.training.micro_batches import SequenceBatch
 from hf_protocols import BackendError
 
 

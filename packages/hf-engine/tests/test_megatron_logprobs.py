@@ -38,7 +38,7 @@ def inputs():
 
 def compute(chunk_elements, entropy, temperature):
     """Values and gradients from this rank's rows, and the largest tensor on the way."""
-    from hf_engine.backends.megatron import _logprobs
+    from hf_engine.training.megatron import _logprobs
 
     usual, _logprobs._CHUNK_ELEMENTS = _logprobs._CHUNK_ELEMENTS, chunk_elements
     hidden, weight, ids, factors, candidates = inputs()
@@ -108,7 +108,7 @@ def test_logits_of_all_tokens_are_never_held(ranks1, ranks2):
 
 
 def find_top(k, chunk_elements):
-    from hf_engine.backends.megatron import _logprobs
+    from hf_engine.training.megatron import _logprobs
 
     usual, _logprobs._CHUNK_ELEMENTS = _logprobs._CHUNK_ELEMENTS, chunk_elements
     hidden, weight, *_ = inputs()
@@ -142,7 +142,7 @@ def test_a_candidate_outside_of_the_vocabulary_adds_nothing(ranks2):
 
 
 def score_strangers():
-    from hf_engine.backends.megatron import _logprobs
+    from hf_engine.training.megatron import _logprobs
 
     hidden, weight, ids, *_ = inputs()
     rows = PADDED_ROWS // dist.get_world_size()
@@ -166,7 +166,7 @@ def test_without_the_library_the_error_has_the_line_that_installs_it():
         "import sys; sys.modules['megatron'] = None\n"
         "from hf_engine import available_train_backends, load_train_backend\n"
         "assert 'megatron' in available_train_backends()\n"
-        "assert not [name for name in sys.modules if name.startswith('hf_engine.backends.megatron')]\n"
+        "assert not [name for name in sys.modules if name.startswith('hf_engine.training.megatron')]\n"
         "load_train_backend('megatron')"
     )
     last = finished.stderr.strip().splitlines()[-1]

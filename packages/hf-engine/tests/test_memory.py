@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_engine.backends._memory import choose_cache_bytes, choose_positions, host_bytes, take_again
+from hf_engine.rollout.memory import choose_cache_bytes, choose_positions, host_bytes, take_again
 from hf_protocols.errors import BackendError
 
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from hf_engine.backends._batch_agreement import agree_on_micro_batches
-from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
+from hf_engine.training.batch_agreement import agree_on_micro_batches
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
 from hf_protocols import BatchError
 
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=12)

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_engine.backends._engine_rules import check_sglang_runs, check_vllm_runs
 from hf_engine.model_directory import (
     check_model_directory,
     describe_export,
@@ -19,6 +18,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
+from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs
 from hf_engine.testing import write_tiny_family, write_tiny_model
 from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.backends import _offload
-from hf_engine.backends._offload import OffloadedMemory
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
+from hf_engine.training import offload
+from hf_engine.training.offload import OffloadedMemory
 from hf_protocols import BackendError, ParallelSpec, Topology
 
 VOCAB_SIZE = 128  # megatron pads to a multiple of 128
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
 @pytest.fixture
 def device_like(monkeypatch):
     """Moves memory of the CPU as if it were a device's."""
-    monkeypatch.setattr(_offload, "_is_on_host", lambda storage: False)
+    monkeypatch.setattr(offload, "_is_on_host", lambda storage: False)
 
 
 def test_views_survive_and_hold_the_same_bits(device_like):
@@ -69,9 +69,9 @@ def negative_logprobs(outputs, micro_batch):
 
 def train_interrupted(backend_name, model, dtype, device_like):
     """Two steps with everything offloaded in between, and two without; what was freed, and the weights of both."""
-    is_on_host = _offload._is_on_host
+    is_on_host = offload._is_on_host
     if device_like:
-        _offload._is_on_host = lambda storage: False
+        offload._is_on_host = lambda storage: False
     try:
         backend, topology = build(backend_name, model, dtype)
         rows = range(dist.get_rank(), 6, dist.get_world_size())
@@ -92,7 +92,7 @@ def train_interrupted(backend_name, model, dtype, device_like):
         interrupted = gather_weights(backend, topology)
         backend.close()
     finally:
-        _offload._is_on_host = is_on_host
+        offload._is_on_host = is_on_host
     straight, _ = build(backend_name, model, dtype)
     for _ in range(2):
         straight.train_step(batch, negative_logprobs, 10.0)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_engine.backends._micro_batches import SequenceBatch
-from hf_engine.backends._outputs import OutputRequest, place_at
+from hf_engine.training.micro_batches import SequenceBatch
+from hf_engine.training.outputs import OutputRequest, place_at
 from hf_protocols.errors import BackendError, BatchError
 
 

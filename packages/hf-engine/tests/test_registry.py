@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-import hf_engine.backends._registry as registry
+import hf_engine.backends.registry as registry
 from hf_engine import (
     available_rollout_backends,
     available_train_backends,

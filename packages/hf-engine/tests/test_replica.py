@@ -9,13 +9,13 @@ import pytest
 import torch.distributed as dist
 
 from hf_engine import load_rollout_backend
-from hf_engine.backends._replica import Replica, build_replica
-from hf_engine.backends.server._dialect import ServerFacts
+from hf_engine.rollout.replica import Replica, build_replica
+from hf_engine.rollout.server._dialect import ServerFacts
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_protocols import BackendError, BatchError, GenerationSpec, ParallelSpec, Topology
 
 TWO = Topology(ParallelSpec(dp_size=2), GenerationSpec())
-SERVER = "hf_engine.backends.server._backend"
+SERVER = "hf_engine.rollout.server._backend"
 FACTS = ServerFacts(
     name="a server",
     url="http://127.0.0.1:1",

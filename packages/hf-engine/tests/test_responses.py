@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_engine import SamplingParams
-from hf_engine.backends._responses import build_responses, digest_request, end_of_sequence_ids, read_prompts
+from hf_engine.rollout.responses import build_responses, digest_request, end_of_sequence_ids, read_prompts
 from hf_protocols import BackendError, BatchError, NonFiniteLossError
 
 TWO = SamplingParams(max_new_tokens=2)

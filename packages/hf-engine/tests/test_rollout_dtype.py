@@ -64,7 +64,7 @@ def mean_gap(samples, directory, dtype):
 def test_an_engine_in_bfloat16_generates_from_float32_masters(ranks1, name, options, tmp_path):
     model = write_tiny_model(tmp_path / "model", num_key_value_heads=2, tie_embeddings=False)
     (samples,) = ranks1.run(generate_in_bfloat16, name, options, model, tmp_path / "trained", deadline_s=600)
-    # The bounds are those that `hf_engine.logprob_check` says of two engines in bfloat16, and of other weights.
+    # The bounds are those that `logprob_check` says of two engines in bfloat16, and of other weights.
     assert mean_gap(samples, tmp_path / "trained", torch.bfloat16) < 0.05
     assert mean_gap(samples, tmp_path / "trained", torch.float32) > 1e-3, "this was not computed in bfloat16"
     assert mean_gap(samples, model, torch.bfloat16) > 0.5, "the step moved nothing"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_engine import SamplingParams
-from hf_engine.backends._sampling import draw_seeds, draw_uniforms, sample_tokens
+from hf_engine.rollout.sampling import draw_seeds, draw_uniforms, sample_tokens
 from hf_protocols import ConfigError
 
 

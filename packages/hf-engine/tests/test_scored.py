@@ -21,11 +21,11 @@ from transformers import (
 )
 
 from hf_engine import SupportsScores, TrainConfig, derive_shape, load_train_backend
-from hf_engine.backends._causal_lm import find_head_name, load_causal_lm, save_causal_lm
-from hf_engine.backends._classifier import load_classifier
-from hf_engine.backends._fsdp_model import load_with_head
 from hf_engine.model_directory import check_model_directory, read_model_directory
+from hf_engine.models.causal_lm import find_head_name, load_causal_lm, save_causal_lm
+from hf_engine.models.classifier import load_classifier
 from hf_engine.testing import write_tiny_family
+from hf_engine.training.fsdp._model import load_with_head
 from hf_protocols import BackendError, ModelError, ParallelSpec, Topology
 
 VOCAB_SIZE = 32

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.backends.sglang._session import find_segments
+from hf_engine.rollout.sglang._session import find_segments
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._local_server import LocalServer

@@ -15,8 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_engine import load_rollout_backend
-from hf_engine.backends.server._connection import ServerConnection
-from hf_engine.backends.server._setup import choose_directory, read_key
+from hf_engine.rollout.server._connection import ServerConnection
+from hf_engine.rollout.server._setup import choose_directory, read_key
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 

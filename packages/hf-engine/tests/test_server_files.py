@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_engine.backends.server._files import WeightFiles
+from hf_engine.rollout.server._files import WeightFiles
 from hf_protocols import BackendError
 
 

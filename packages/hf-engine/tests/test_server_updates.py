@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_engine.backends.server import _vllm
-from hf_engine.backends.server._connection import ServerConnection
-from hf_engine.backends.server._vllm import VllmServer
+from hf_engine.rollout.server import _vllm
+from hf_engine.rollout.server._connection import ServerConnection
+from hf_engine.rollout.server._vllm import VllmServer
 from hf_protocols import BackendError, ReshardError
 
 UPDATE = ["/pause?mode=wait", "/collective_rpc", "/update_weight_version", "/resume"]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_engine.backends._conversions import buffers_in_files, read_file_names
-from hf_engine.backends._engine_rules import check_sglang_runs
-from hf_engine.backends._shard import Shard
-from hf_engine.backends._stacked_experts import tensors_in_files
-from hf_engine.backends.sglang._plugins import PLATFORM
+from hf_engine.cpu_support.sglang_plugins import PLATFORM
 from hf_engine.model_directory import read_model_directory
+from hf_engine.models.conversions import buffers_in_files, read_file_names
+from hf_engine.models.stacked_experts import tensors_in_files
 from hf_engine.resharding.boxes import Box
+from hf_engine.rollout.engine_rules import check_sglang_runs
+from hf_engine.rollout.shard import Shard
 from hf_engine.testing import TINY_FAMILIES, LocalRanks
 from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from hf_engine import load_rollout_backend
-from hf_engine.backends.sglang._options import EngineModel, build_options
-from hf_engine.backends.sglang._process import EngineProcess
-from hf_engine.backends.sglang._session import end_session, find_segments
-from hf_engine.backends.sglang._staging import Staging, read_staging, write_report
 from hf_engine.resharding.boxes import Box
+from hf_engine.rollout.sglang._options import EngineModel, build_options
+from hf_engine.rollout.sglang._process import EngineProcess
+from hf_engine.rollout.sglang._session import end_session, find_segments
+from hf_engine.rollout.sglang._staging import Staging, read_staging, write_report
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, BackendUnavailableError, ReshardError
 
@@ -124,7 +124,7 @@ def test_a_process_that_does_not_answer_is_ended():
 
 CHILD = """
 import os, sys
-from hf_engine.backends.sglang._process import EngineProcess
+from hf_engine.rollout.sglang._process import EngineProcess
 process = EngineProcess(lambda directory: {**os.environ, "TMPDIR": directory})
 try:
     process.call("flush", timeout_s=30)
@@ -168,7 +168,7 @@ def test_a_session_ends_with_its_shared_memory(tmp_path):
 
 READING = """
 import json, sys
-from hf_engine.backends.sglang._staging import read_staging, write_report
+from hf_engine.rollout.sglang._staging import read_staging, write_report
 memory, shards = read_staging(sys.argv[1])
 print(json.dumps([(name, shape, box.offset, box.shape, part.tolist()) for name, shape, box, part in shards]))
 write_report(memory, "no, because")
@@ -204,7 +204,7 @@ def test_shards_lie_in_memory_that_another_process_maps():
 
 
 STAND_IN = """
-from hf_engine.backends.sglang._torchvision import install_stand_in
+from hf_engine.cpu_support.torchvision import install_stand_in
 install_stand_in()
 import importlib.util, torchvision.transforms as T
 from torchvision.transforms import InterpolationMode

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_engine.backends._shard import Shard
 from hf_engine.resharding.boxes import Box
+from hf_engine.rollout.shard import Shard
 from hf_protocols import ReshardError
 
 WHOLE = torch.arange(24.0).view(6, 4)

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
-from hf_engine.backends._micro_batches import MicroBatch
-from hf_engine.backends._outputs import OutputRequest
-from hf_engine.backends._shared_prompts import EXACT_FAMILIES
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
+from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES
+from hf_engine.training.micro_batches import MicroBatch
+from hf_engine.training.outputs import OutputRequest
 from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
 from hf_protocols import ParallelSpec, Topology
 

@@ -17,8 +17,8 @@ from hf_engine import (
     load_train_backend,
     plan_transition,
 )
-from hf_engine.backends._conversions import read_file_names
-from hf_engine.backends._stacked_experts import FilePart, layout_in_files, stack_of, tensors_in_files
+from hf_engine.models.conversions import read_file_names
+from hf_engine.models.stacked_experts import FilePart, layout_in_files, stack_of, tensors_in_files
 from hf_engine.resharding.layouts import fsdp_layout
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.transition import training_layout

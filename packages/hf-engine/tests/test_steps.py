@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.backends import _offload
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
+from hf_engine.training import offload
 from hf_protocols import BackendError, NonFiniteLossError, ParallelSpec, Topology
 
 VOCAB_SIZE = 128  # megatron pads to a multiple of 128
@@ -75,14 +75,14 @@ def skip_steps(backend_name, model, directory):
 
 def offload_all(backend, batch):
     """Memory of the CPU stands for a device's."""
-    is_on_host, _offload._is_on_host = _offload._is_on_host, lambda storage: False
+    is_on_host, offload._is_on_host = offload._is_on_host, lambda storage: False
     try:
         assert backend.offload()
         backend.compute_logprobs(batch)
         assert backend.offload(weights=True)
         backend.reload()
     finally:
-        _offload._is_on_host = is_on_host
+        offload._is_on_host = is_on_host
 
 
 @pytest.fixture(scope="module")

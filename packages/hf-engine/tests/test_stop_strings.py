@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
 from hf_engine import SamplingParams, load_rollout_backend
-from hf_engine.backends._stop_strings import load_stop_strings
+from hf_engine.rollout.stop_strings import load_stop_strings
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_protocols import ParallelSpec, Topology

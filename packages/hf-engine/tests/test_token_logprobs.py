@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_engine.backends import _token_logprobs
-from hf_engine.backends._token_logprobs import compute_token_logprobs
+from hf_engine.training import token_logprobs
+from hf_engine.training.token_logprobs import compute_token_logprobs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 3.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk_elements", [1, 100, 1 << 24])
 def test_logprobs_entropy_and_gradients_are_those_of_log_softmax(monkeypatch, temperature, dtype, chunk_elements):
-    monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(token_logprobs, "_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     logits = (torch.randn(3, 4, 11) * 4).to(dtype).requires_grad_()
     ids = torch.randint(0, 11, (3, 4))
@@ -38,7 +38,7 @@ def test_entropy_is_computed_only_when_it_is_asked_for():
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_waits_for_the_backward_pass_is_the_logits_in_their_own_dtype(monkeypatch, dtype, entropy):
-    monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", 64 * 100)
+    monkeypatch.setattr(token_logprobs, "_CHUNK_ELEMENTS", 64 * 100)
     logits = torch.randn(4, 32, 100).to(dtype).requires_grad_()
     ids = torch.randint(0, 100, (4, 32))
     saved = {}
@@ -64,7 +64,7 @@ def test_entropies_are_those_of_categorical_in_float64():
 
 @pytest.mark.parametrize("chunk_elements", [1, 1 << 24])
 def test_gradients_are_those_of_finite_differences(monkeypatch, chunk_elements):
-    monkeypatch.setattr(_token_logprobs, "_CHUNK_ELEMENTS", chunk_elements)
+    monkeypatch.setattr(token_logprobs, "_CHUNK_ELEMENTS", chunk_elements)
     torch.manual_seed(0)
     logits = torch.randn(4, 6, dtype=torch.float64).requires_grad_()
     ids, candidates = torch.tensor([0, 5, 2, 2]), torch.tensor([[0, 1], [2, 3], [2, 5], [4, 1]])

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
-from hf_engine.backends._memory import host_bytes
+from hf_engine.rollout.memory import host_bytes
 from hf_engine.testing import check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
@@ -165,7 +165,7 @@ def test_memory_that_is_not_there_is_one_error_and_the_next_batch_is_drawn(model
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_engine.backends.transformers._build_cache", allocate)
+        patch.setattr("hf_engine.rollout.transformers._backend._build_cache", allocate)
         with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*: lower cache_bytes"):
             backend.generate(prompts, sampling)
     after = backend.generate(prompts, sampling)
@@ -176,7 +176,7 @@ def test_other_failures_keep_their_names(models, monkeypatch):
     def fail(model, capacity):
         raise RuntimeError("a kernel is missing")
 
-    monkeypatch.setattr("hf_engine.backends.transformers._build_cache", fail)
+    monkeypatch.setattr("hf_engine.rollout.transformers._backend._build_cache", fail)
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
 
@@ -219,7 +219,8 @@ def test_what_cannot_be_generated_is_refused(models):
     ):
         backend.generate(batch, SamplingParams(max_new_tokens=2, n=2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_engine.backends.transformers.draw_uniforms", None)  # takes the memory that is not there
+        # It takes the memory that is not there.
+        patch.setattr("hf_engine.rollout.transformers._backend.draw_uniforms", None)
         with pytest.raises(BackendError, match="lower n or max_new_tokens"):
             backend.generate(batch, SamplingParams(max_new_tokens=2, n=10**5))
     empty = torch.nested.nested_tensor([torch.arange(0)], layout=torch.jagged)

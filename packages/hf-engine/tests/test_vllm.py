@@ -18,9 +18,9 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.backends._engine_rules import check_vllm_runs
 from hf_engine.model_directory import read_model_directory
 from hf_engine.process_groups import default_timeout
+from hf_engine.rollout.engine_rules import check_vllm_runs
 from hf_engine.testing import TINY_FAMILIES, LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._families import write_engine_family
@@ -298,7 +298,7 @@ def update_kept_experts(model):
     """Without what sends to the reload the parameters that vLLM's loader of gpt-oss copies itself."""
     backend = build(model, Topology(ParallelSpec(), GenerationSpec()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_engine.backends.vllm._families._DIRECT", {})
+        patch.setattr("hf_engine.rollout.vllm._families._DIRECT", {})
         backend.begin_weights()
     backend.load_shards({name: [torch.zeros(shape)] for name, shape in backend.weight_layout().shapes.items()})
     with pytest.raises(ReshardError, match=r"^vLLM's parameters .*mlp.experts.* were not loaded: .* in an update$"):

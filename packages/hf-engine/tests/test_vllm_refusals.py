@@ -131,7 +131,7 @@ def assert_environment(before):
 
 def count_threads(backend, prompts):
     """Threads while it generates, and afterwards, in a rank that trains with two and was not told OMP_NUM_THREADS."""
-    from hf_engine.backends.vllm import _engine
+    from hf_engine.rollout.vllm import _engine
 
     run, seen = _engine.run_requests, []
     torch.set_num_threads(2)

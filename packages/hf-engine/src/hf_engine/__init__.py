@@ -35,14 +35,16 @@ from hf_engine.backends import (
     TrainConfig,
     available_rollout_backends,
     available_train_backends,
-    derive_shape,
-    find_merging_reason,
     load_rollout_backend,
     load_train_backend,
-    merge_adapter,
 )
-from hf_engine.hybrid_engine import HybridEngine
-from hf_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
+from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
+from hf_engine.hybrid_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
+from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory
+from hf_engine.hybrid_engine.weight_sync import WeightSync
+from hf_engine.models.adapter_rules import find_merging_reason
+from hf_engine.models.merging import merge_adapter
+from hf_engine.models.shapes import derive_shape
 from hf_engine.process_groups import build_groups, default_group
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.checking import ConversionReport, check_conversion
@@ -52,13 +54,11 @@ from hf_engine.resharding.model_layouts import generation_layout, megatron_layou
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
 from hf_engine.resharding.transition import Exchange, TransitionPlan, plan_transition
 from hf_engine.training.state import LoadedState, StateFile, list_written
-from hf_engine.transitions import Transition, TransitionMemory
-from hf_engine.weight_sync import WeightSync
 
 if TYPE_CHECKING:
-    from hf_engine.backends._responses import build_responses, read_prompts
-    from hf_engine.backends._sampling import draw_uniforms, sample_tokens
-    from hf_engine.backends._stop_strings import StopStrings, load_stop_strings
+    from hf_engine.rollout.responses import build_responses, read_prompts
+    from hf_engine.rollout.sampling import draw_uniforms, sample_tokens
+    from hf_engine.rollout.stop_strings import StopStrings, load_stop_strings
 
 __all__ = [
     "LOGPROB_BOUNDS",
@@ -130,20 +130,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "StopStrings": "_stop_strings",
-    "build_responses": "_responses",
-    "draw_uniforms": "_sampling",
-    "load_stop_strings": "_stop_strings",
-    "read_prompts": "_responses",
-    "sample_tokens": "_sampling",
+    "StopStrings": "stop_strings",
+    "build_responses": "responses",
+    "draw_uniforms": "sampling",
+    "load_stop_strings": "stop_strings",
+    "read_prompts": "responses",
+    "sample_tokens": "sampling",
 }
-"""Parts of a rollout backend, and the modules of `backends` that load tensordict for them."""
+"""Parts of a rollout backend, and the modules of `rollout` that load tensordict for them."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.backends.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.rollout.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

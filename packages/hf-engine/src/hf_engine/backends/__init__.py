@@ -1,8 +1,12 @@
-"""Training and rollout backends: `_base` says what they are, each other module is the only importer of its library."""
+"""The contract of training and rollout backends: their Protocols, the values that cross them, and the registry.
+
+What lives here: `base` and `abilities`, configurations, columns as tensors, checks of `build`, and supported versions.
+What must not: a backend, which is in `training` or `rollout`, and anything that imports a backend's library.
+"""
 
 from __future__ import annotations
 
-from hf_engine.backends._abilities import (
+from hf_engine.backends.abilities import (
     AdoptsWeights,
     ChecksAdapters,
     ChecksLayout,
@@ -21,8 +25,7 @@ from hf_engine.backends._abilities import (
     SupportsWeightBuffers,
     TakesAdapters,
 )
-from hf_engine.backends._adapter_rules import find_merging_reason
-from hf_engine.backends._base import (
+from hf_engine.backends.base import (
     Head,
     LossFunction,
     Metrics,
@@ -31,15 +34,13 @@ from hf_engine.backends._base import (
     TrainBackend,
     TrainConfig,
 )
-from hf_engine.backends._lora_config import LoraConfig
-from hf_engine.backends._merging import merge_adapter
-from hf_engine.backends._registry import (
+from hf_engine.backends.lora_config import LoraConfig
+from hf_engine.backends.registry import (
     available_rollout_backends,
     available_train_backends,
     load_rollout_backend,
     load_train_backend,
 )
-from hf_engine.backends._shapes import derive_shape
 
 __all__ = [
     "AdoptsWeights",
@@ -69,9 +70,6 @@ __all__ = [
     "TrainConfig",
     "available_rollout_backends",
     "available_train_backends",
-    "derive_shape",
-    "find_merging_reason",
     "load_rollout_backend",
     "load_train_backend",
-    "merge_adapter",
 ]

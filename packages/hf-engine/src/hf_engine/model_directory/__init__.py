@@ -1,7 +1,7 @@
 """The one reader of a model on disk: configuration, headers of the weights, and whether they are one model.
 
-Training, generation, `hf-engine check` and `plan`, export and the controller's checks all read models here.
-Only headers are read, with the standard library. What belongs to a backend stays with the backend.
+What lives here: headers, adapters, tokens that end a response, checks and export, for all that read or write a model.
+What must not: weights themselves and transformers, which are in `models`, and what belongs to one backend.
 """
 
 from __future__ import annotations

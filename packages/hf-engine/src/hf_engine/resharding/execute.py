@@ -13,13 +13,12 @@ import torch.distributed as dist
 
 from hf_engine.agreement import HIGHEST, spread, together
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
-from hf_engine.resharding.usable import check_readable, check_writable
+from hf_engine.resharding.tensor_checks import check_readable, check_weights, check_writable
 from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ReshardError
 

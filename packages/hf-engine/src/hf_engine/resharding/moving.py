@@ -19,7 +19,7 @@ import torch
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.steps import Region, locate
-from hf_engine.resharding.usable import check_resizable
+from hf_engine.resharding.tensor_checks import check_resizable
 
 __all__ = ["ShardMover", "hold_training_weights", "storage_bytes"]
 

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.matching import check_weights
 from hf_engine.resharding.members import find_members
 from hf_engine.resharding.plan import ReshardPlan
+from hf_engine.resharding.tensor_checks import check_weights
 
 __all__ = ["ShardStream", "group_parameters"]
 

@@ -1,6 +1,7 @@
 """Conformance suites for training and rollout backends, and local ranks to run them on.
 
-A backend is supported when it passes: call `check_train_backend` or `check_rollout_backend` on every rank.
+What lives here: `check_train_backend` and `check_rollout_backend`, tiny models and families, and `LocalRanks`.
+What must not: what a shipped program needs. A backend is supported when it passes on every rank.
 """
 
 from __future__ import annotations

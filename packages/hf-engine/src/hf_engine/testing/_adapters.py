@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tensordict import TensorDict
 
 from hf_engine.backends import LoraConfig, RolloutBackend, SamplingParams, TrainConfig, load_train_backend
-from hf_engine.backends._adapter_rules import is_adapter_name
-from hf_engine.hybrid_engine import HybridEngine
+from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
+from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.testing._cases import build_prompts
 from hf_engine.testing._training import train_step
 from hf_protocols.topology import Topology

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_engine.backends._base import Head, SamplingParams, TrainBackend, TrainConfig
-from hf_engine.backends._registry import load_rollout_backend, load_train_backend
-from hf_engine.hybrid_engine import HybridEngine
+from hf_engine.backends.base import Head, SamplingParams, TrainBackend, TrainConfig
+from hf_engine.backends.registry import load_rollout_backend, load_train_backend
+from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
 from hf_engine.model_directory import VALUE_HEAD
 from hf_engine.testing._cases import build_batch, build_prompts, reference_outputs, rows_of
 from hf_engine.testing._families import write_tiny_family

@@ -24,9 +24,9 @@ __all__ = ["LocalRanks"]
 
 # Imported once, by the process that all ranks are forked from: a start takes milliseconds instead of many seconds.
 _PRELOADED = [
-    "hf_engine.backends.fsdp",
-    "hf_engine.backends.megatron",
-    "hf_engine.backends.transformers",
+    "hf_engine.training.fsdp",
+    "hf_engine.training.megatron",
+    "hf_engine.rollout.transformers",
     "pytest",  # files of tests import it
     "transformers.models.llama.modeling_llama",
 ]

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from hf_engine.backends.sglang._plugins import PLATFORM
-from hf_engine.backends.sglang._session import end_session, find_segments
+from hf_engine.cpu_support.sglang_plugins import PLATFORM
+from hf_engine.rollout.sglang._session import end_session, find_segments
 
 __all__ = ["LocalServer"]
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_engine.backends._base import SamplingParams
-from hf_engine.backends.transformers import TransformersBackend
+from hf_engine.backends.base import SamplingParams
 from hf_engine.resharding.layouts import WeightLayout
+from hf_engine.rollout.transformers import TransformersBackend
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

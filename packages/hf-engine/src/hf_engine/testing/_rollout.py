@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._abilities import (
+from hf_engine.backends.abilities import (
     AdoptsWeights,
     DrawsItself,
     FormsReplicas,
     SupportsShardLoading,
     SupportsWeightBuffers,
 )
-from hf_engine.backends._base import (
+from hf_engine.backends.base import (
     RolloutBackend,
     SamplingParams,
 )
-from hf_engine.backends._conversions import read_file_names
-from hf_engine.backends._stacked_experts import tensors_in_files
+from hf_engine.models.conversions import read_file_names
+from hf_engine.models.stacked_experts import tensors_in_files
 from hf_engine.resharding.boxes import Box
 from hf_engine.testing._cases import build_prompts, greedy_response, reference_outputs, rows_of, select_rows
 from hf_protocols.errors import BackendError, ReshardError

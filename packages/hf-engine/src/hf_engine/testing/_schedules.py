@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, LinearLR, LRScheduler, SequentialLR
 
-from hf_engine.backends._base import TrainConfig
+from hf_engine.backends.base import TrainConfig
 
 __all__ = ["schedule_rates"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_engine.backends._registry import load_rollout_backend
+from hf_engine.backends.registry import load_rollout_backend
 from hf_protocols import Topology
 
 __all__ = ["CACHE_BYTES", "ENGINES", "build", "shared"]

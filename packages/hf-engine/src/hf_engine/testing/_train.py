@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
-from hf_engine.backends._conversions import read_file_names
-from hf_engine.backends._stacked_experts import tensors_in_files
+from hf_engine.backends.base import Head, LossFunction, Metrics, TrainBackend, TrainConfig
 from hf_engine.model_directory import VALUE_HEAD
+from hf_engine.models.conversions import read_file_names
+from hf_engine.models.stacked_experts import tensors_in_files
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import replicated_layout

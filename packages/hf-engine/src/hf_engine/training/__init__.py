@@ -1,4 +1,5 @@
-"""Parts that training backends share: an optimizer step and its two halves in `steps`, saving and restoring in `state`.
+"""Training: an optimizer step and its parts, the same for every training backend, and the backends themselves.
 
-Weights, layouts and collectives of a library live with its backend in `backends`; generation never lives here.
+What lives here: steps, losses, micro-batches, optimizers and states on disk; `fsdp/` and `megatron/` are the backends.
+What must not: generation, and a library's own weights, layouts and collectives outside the folder of its backend.
 """

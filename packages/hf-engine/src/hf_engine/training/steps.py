@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends._base import LossFunction, Metrics, TrainConfig
-from hf_engine.backends._loss import StepLoss
-from hf_engine.backends._micro_batches import measure_work
-from hf_engine.backends._outputs import OutputRequest
-from hf_engine.backends._state import KeepsState
+from hf_engine.backends.base import LossFunction, Metrics, TrainConfig
+from hf_engine.training.loss import StepLoss
+from hf_engine.training.micro_batches import measure_work
+from hf_engine.training.outputs import OutputRequest
+from hf_engine.training.state.backend import KeepsState
 from hf_protocols.errors import BackendError, NonFiniteLossError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_engine.backends._learning_rate import LearningRate
-    from hf_engine.backends._micro_batches import MicroBatch, SequenceBatch
+    from hf_engine.training.learning_rate import LearningRate
+    from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 
 __all__ = ["StepOptimizer", "TrainSteps"]
 

@@ -1,8 +1,10 @@
 """The state of a training backend on disk: written from a staged copy, verified, and read under any layout.
 
-A directory holds `state.json` and safetensors files with Hugging Face names in them. `records` are what callers see,
-`files` writes and verifies files, `description` is `state.json`, `generators` are random numbers. `saving` and
-`loading` join them with `StateParts`, which each backend has. No layout is computed and nothing is unpickled here.
+What lives here: `state.json` and safetensors files of tensors, written and read with each backend's `StateParts`.
+What must not: the arithmetic of layouts, and a backend's tensors. Nothing is unpickled here.
+
+`records` are what callers see, `files` writes and verifies files, `description` is `state.json`, `generators` are
+random numbers. `saving` and `loading` join them, and `backend` is a training backend's side.
 """
 
 from __future__ import annotations

@@ -1,0 +1,82 @@
+"""Checks of the arguments of `build`, for every backend: before a file is read or an engine started."""
+
+from __future__ import annotations
+
+from hf_engine.backends.base import TrainConfig
+from hf_protocols.arguments import check_kind, show
+from hf_protocols.errors import BackendError
+from hf_protocols.topology import ParallelSpec, Topology
+
+__all__ = ["check_data_parallel", "check_rollout_arguments", "check_train_arguments", "require_head"]
+
+
+def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
+    """Refuses sizes with more than data parallelism.
+
+    Raises:
+        BackendError: naming the sizes.
+    """
+    if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
+        raise BackendError(
+            f"backend {show(backend)} shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
+            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
+        )
+
+
+def check_rollout_arguments(topology: object, seed: object) -> None:
+    """Refuses other kinds in the places of a topology and a seed.
+
+    Raises:
+        BackendError: naming what was given and what is wanted.
+    """
+    wanted = "a Topology, such as Topology(ParallelSpec(dp_size=2))"
+    check_kind(BackendError, "topology", topology, Topology, wanted)
+    check_kind(BackendError, "seed", seed, int, "a whole number")
+
+
+def require_head(own: str, wanted: str, method: str) -> None:
+    """Refuses a method of a model with another head.
+
+    Raises:
+        BackendError: naming both heads.
+    """
+    if own != wanted:
+        raise BackendError(f"{method} needs a model built with head={show(wanted)}, this one has head={show(own)}")
+
+
+def check_train_arguments(
+    topology: object,
+    config: object,
+    *,
+    head: object,
+    trainable: object,
+    seed: object,
+    scores: bool = False,
+    adapts: bool = False,
+) -> None:
+    """Refuses other kinds in the places of what a training backend takes.
+
+    Args:
+        topology: of the ranks.
+        config: of the training.
+        head: of the model.
+        trainable: False for a frozen model.
+        seed: of what is drawn.
+        scores: the backend has the head `"score"`.
+        adapts: the backend trains low-rank adapters.
+
+    Raises:
+        BackendError: naming what was given and what is wanted.
+    """
+    check_rollout_arguments(topology, seed)
+    check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
+    check_kind(BackendError, "trainable", trainable, bool, "True or False")
+    assert isinstance(config, TrainConfig), "it was checked"
+    if config.lora is not None and not adapts:
+        raise BackendError("lora: this backend trains whole weights only. Use the backend 'fsdp', or leave lora out")
+    if config.lora is not None and not trainable:
+        raise BackendError("lora with trainable=False: nothing is trained. Leave lora out")
+    if head == "score" and not scores:
+        raise BackendError("head='score': this backend has no sequence classifiers. Use the backend 'fsdp'")
+    if head not in ("lm", "value", "score"):
+        raise BackendError(f"head={show(head)}: give lm, value or score")

@@ -1,0 +1,102 @@
+"""Computation and optimizer settings of a training backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from hf_engine.backends.lora_config import LoraConfig
+from hf_protocols.arguments import check_count, check_kind, check_number, show
+from hf_protocols.errors import ConfigError
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Computation and optimizer settings of a training backend.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+
+    learning_rate: float
+    """After warm-up, before it decays."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of AdamW's first and second moment."""
+    eps: float = 1e-8
+    """AdamW's guard against division by zero."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Global norm to which gradients are clipped; infinity turns clipping off."""
+    warmup_steps: int = 0
+    """Step k of the first ones takes k / warmup_steps of the learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up: constant, or down a line or half a cosine to its floor."""
+    total_steps: int = 0
+    """Optimizer steps, warm-up included, after which a schedule has reached its floor; needed unless it is constant."""
+    floor: float = 0.0
+    """Share of the learning rate at which a schedule ends and stays."""
+    micro_batch_tokens: int = 8192
+    """Bound on rows x padded (prompt + response) length of one forward pass."""
+    dtype: str = "float32"
+    """dtype of the computation; masters and optimizer state of a trained model are float32."""
+    activation_checkpointing: bool = False
+    """Recompute every decoder layer in the backward pass."""
+    shard: Literal["root", "layer"] = "root"
+    """Gather the whole model and reduce its gradients once a step (faster), or one decoder layer at a time in every
+    micro-batch (smaller peak)."""
+
+    compile: bool = False
+    """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
+    lora: LoraConfig | None = None
+    """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
+    shared_prompts: Literal["auto"] | bool = "auto"
+    """Compute a prompt once for all responses to it in a batch (`fsdp`): where that saves work, wherever it fits, or
+    never. Models of which it would change more than rounding compute rows apart."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite, or above `explode_above`, is an error or is left out. Weights,
+    moments and the number of steps stay as they are either way."""
+    explode_above: float = inf
+    """Bound on the size of the loss and on the gradient norm before clipping."""
+
+    def __post_init__(self) -> None:
+        check_kind(ConfigError, "lora", self.lora, LoraConfig | None, "a LoraConfig, or None")
+        check_number(ConfigError, "learning_rate", self.learning_rate)
+        check_number(ConfigError, "eps", self.eps)
+        check_number(ConfigError, "weight_decay", self.weight_decay, may_be_zero=True)
+        if self.max_grad_norm != inf:
+            check_number(ConfigError, "max_grad_norm", self.max_grad_norm)
+        check_count(ConfigError, "warmup_steps", self.warmup_steps, least=0)
+        self._check_schedule()
+        check_count(ConfigError, "micro_batch_tokens", self.micro_batch_tokens)
+        check_kind(ConfigError, "betas", self.betas, tuple | list, "two numbers, (0.9, 0.95)")
+        for beta in self.betas:
+            check_number(ConfigError, f"betas={self.betas}: beta", beta, may_be_zero=True)
+        if [beta < 1 for beta in self.betas] != [True, True]:
+            raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
+        for switch in ("activation_checkpointing", "compile"):
+            check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
+        if self.shared_prompts != "auto":
+            check_kind(ConfigError, "shared_prompts", self.shared_prompts, bool, "'auto', True or False")
+        if self.explode_above != inf:
+            check_number(ConfigError, "explode_above", self.explode_above)
+        choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}={show(getattr(self, name))}: give {' or '.join(known)}")
+
+    def _check_schedule(self) -> None:
+        if self.schedule not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"schedule={show(self.schedule)}: give constant or linear or cosine")
+        check_count(ConfigError, "total_steps", self.total_steps, least=0)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f"schedule={show(self.schedule)} with total_steps={self.total_steps}: give the steps of the whole run, "
+                f"above warmup_steps={self.warmup_steps}"
+            )
+        check_number(ConfigError, "floor", self.floor, may_be_zero=True)
+        if self.floor > 1:
+            raise ConfigError(f"floor={self.floor} must be at most 1")

@@ -1,0 +1,83 @@
+"""SGLang on a machine without a GPU: its platform plugin, and what is computed there in another way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = [
+    "PLATFORM",
+    "activate_platform",
+    "is_platform_chosen",
+    "register_for_engines",
+    "register_for_servers",
+    "unpinned",
+]
+
+PLATFORM = "hybridflow_cpu"
+"""Name of the CPU platform, chosen with SGLANG_PLATFORM."""
+
+_PINNING = (
+    "backend.torch_backend.TorchNativeLoRABackend.prepare_lora_batch",
+    "lora_manager.LoRAManager.init_state",
+    "lora_manager.LoRAManager.update_lora_info",
+)
+"""Functions of SGLang's adapters that pin memory."""
+
+
+def is_platform_chosen() -> bool:
+    """Returns True in a process that was started for the CPU platform."""
+    return os.environ.get("SGLANG_PLATFORM") == PLATFORM
+
+
+def activate_platform() -> str | None:
+    """Returns the path of the CPU platform; None unless it was asked for by name."""
+    if not is_platform_chosen():
+        return None
+    from hf_engine.cpu_support.torchvision import install_stand_in
+
+    install_stand_in()
+    return "hf_engine.cpu_support.sglang_platform:CpuPlatform"
+
+
+def register_for_engines() -> None:
+    """Keeps heads as they are on a GPU, and computes adapters without pinned memory."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    # On a CPU SGLang would pad heads that do not divide evenly, where loaders for other devices replicate them.
+    HookRegistry.register(
+        "sglang.srt.configs.update_config.adjust_config_with_unaligned_cpu_tp",
+        lambda config, *_: config,
+        HookType.REPLACE,
+    )
+    # It computes adapters there, on memory that it would pin for a device.
+    for function in _PINNING:
+        HookRegistry.register(f"sglang.srt.lora.{function}", unpinned, HookType.AROUND)
+
+
+def register_for_servers() -> None:
+    """Gives servers that are not ours the seeds of requests."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from hf_engine.cpu_support.sglang_seeds import register_seeds
+
+    register_seeds(HookRegistry, HookType.REPLACE)
+
+
+def unpinned(original: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Calls a function of SGLang's that pins memory for a device, where there is none."""
+    with _Unpinned():
+        return original(*arguments, **options)
+
+
+class _Unpinned(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})

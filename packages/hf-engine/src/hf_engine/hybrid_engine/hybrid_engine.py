@@ -1,0 +1,461 @@
+"""The colocated transition: one set of ranks trains and generates, the weights change their layout in between."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.agreement import HIGHEST, agree_on_moving, spread, together
+from hf_engine.backends.abilities import (
+    AdoptsWeights,
+    HoldsPadding,
+    SupportsAdapters,
+    SupportsBufferLoading,
+    SupportsBuffers,
+    SupportsShardLoading,
+    SupportsWeightBuffers,
+    TakesAdapters,
+)
+from hf_engine.backends.base import RolloutBackend, SamplingParams, TrainBackend
+from hf_engine.hybrid_engine.sampler_check import SamplerCheck
+from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory
+from hf_engine.hybrid_engine.weight_feed import WeightFeed
+from hf_engine.process_groups import build_groups, local_device, local_world_size, wait_for_device
+from hf_engine.resharding.digest import compute_digests
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, as_parts, check_bucket_bytes
+from hf_engine.resharding.moving import ShardMover
+from hf_engine.resharding.plan import ReshardPlan, plan_reshard
+from hf_engine.resharding.tensor_checks import check_weights, check_writable
+from hf_protocols.arguments import check_kind, show
+from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.foreign_code import Caught
+from hf_protocols.topology import Topology
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["HybridEngine"]
+
+
+class HybridEngine:
+    """Moves the weights of a training backend into a rollout backend on the same ranks (paper, section 5).
+
+    Where both have one dtype the training shard is moved, not copied: during generation a rank holds its generation
+    shard alone, afterwards the training weights are back, bit by bit, and the generation shard is freed. Training
+    weights of another dtype (float32 masters of a bfloat16 model) stay, and so do those of an engine that keeps its
+    weights itself: it is fed with the rank's shards, some at a time, with low-rank adapters as such or merged.
+
+    Example:
+        with engine.generation():
+            responses = engine.generate(prompts, SamplingParams(max_new_tokens=64))
+
+    Args:
+        train: the training backend.
+        rollout: a rollout backend of the same model that exposes its weights or loads shards.
+        topology: the ranks of both.
+        bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
+        training_weights: `"move"` as above, the default where dtypes are equal and the rollout backend exposes its
+            weights; `"keep"` leaves both copies where they are, so that entering generation again without a change
+            moves nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
+
+    Raises:
+        BackendError: if the rollout backend does neither, has another topology, or `"move"` is asked for between
+            dtypes or with an engine that keeps its weights itself.
+        ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
+    """
+
+    def __init__(
+        self,
+        train: TrainBackend,
+        rollout: RolloutBackend,
+        topology: Topology,
+        *,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        training_weights: Literal["move", "keep", "offload"] | None = None,
+    ) -> None:
+        training_weights = cast("Any", _pair_adapters(train, rollout, training_weights))
+        plan = _agree_on_plan(train, rollout, topology, training_weights, bucket_bytes)
+        source, target = plan.source, plan.target
+        self._train, self._rollout, self._plan = train, rollout, plan
+        self._offloads = training_weights == "offload"
+        self._mover: ShardMover | None = None
+        self._feed: WeightFeed | None = None
+        self._proof: SamplerCheck | None = None
+        self._released_bytes = 0
+        self._engine_bytes = self._loading_bytes = 0
+        self._is_closed = False
+        self._group = _build_transfer_group(plan, topology)
+        with ExitStack() as undo:
+            undo.callback(self._end_group)
+            if isinstance(rollout, SupportsWeightBuffers):
+                moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
+                self._prepare_buffers(rollout, bucket_bytes, moves)
+            else:
+                assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
+                self._prepare_stream(rollout, bucket_bytes)
+                self._proof = SamplerCheck(train, topology, (source.dtype, target.dtype))
+            undo.pop_all()
+        self._weight_version = rollout.weight_version
+        self._weight_changes = train.weight_changes
+        self._digest: int | None = None
+        self._holds_weights = source.held_bytes(dist.get_rank()) > 0
+        self._is_current = False
+        self._is_generating = False
+        self._last_transition: Transition | None = None
+
+    def _prepare_buffers(self, rollout: SupportsWeightBuffers, bucket_bytes: int, moves: bool) -> None:
+        plan, device = self._plan, local_device()
+        self._executor = ReshardExecutor(plan, group=self._group, bucket_bytes=bucket_bytes, device=device)
+        if moves:
+            weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
+            adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
+            padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
+            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
+            self._rollout.release()
+
+    def _prepare_stream(self, rollout: SupportsShardLoading, bucket_bytes: int) -> None:
+        options: dict[str, Any] = {"group": self._group, "bucket_bytes": bucket_bytes, "device": local_device()}
+        self._feed = WeightFeed(self._train, rollout, self._plan, **options)
+        self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
+        self._released_bytes = self._rollout.release()
+
+    @property
+    def plan(self) -> ReshardPlan:
+        """Plan of a transition: the weights that every rank keeps, sends and receives."""
+        return self._plan
+
+    @property
+    def memory(self) -> TransitionMemory:
+        """Memory that this rank holds while it generates."""
+        self._check_open("memory")
+        rank = dist.get_rank()
+        moved, feed = self._mover is not None, self._feed
+        held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
+        outside = self._mover.host_bytes if self._mover is not None else 0
+        both = trained + (0 if feed else held)
+        return TransitionMemory(
+            generation_bytes=0 if feed else held,
+            engine_bytes=self._engine_bytes,
+            released_bytes=held if moved else self._released_bytes,
+            training="moved" if moved else "offloaded" if self._offloads else "kept",
+            training_bytes=0 if moved or self._offloads else trained,
+            host_bytes=trained if self._offloads else outside,
+            peak_bytes=both if self._mover is None else self._executor.peak_bytes(self._mover),
+            staging_bytes=self._executor.buffer_bytes if feed is None else feed.staging_bytes + self._loading_bytes,
+        )
+
+    @property
+    def weight_version(self) -> int:
+        """Grows by one whenever generation sees weights that changed since it last ran; may be set to a saved one."""
+        return self._weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self._weight_version = max(self._weight_version, version)
+
+    @property
+    def last_transition(self) -> Transition | None:
+        """The last entry into generation on this rank; None before the first."""
+        return self._last_transition
+
+    @contextmanager
+    def generation(self) -> Iterator[None]:
+        """Brings the current training weights into the rollout backend. Collective over all ranks, as is its end.
+
+        Where the training weights are moved or offloaded, the training backend refuses what needs them inside the
+        block. They are back when it ends. Where both are kept, nothing moves if the training weights did not change.
+
+        An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
+        ends, and the first after the weights changed, the training backend scores some samples again.
+
+        Raises:
+            ReshardError: on all ranks, if weights of some ranks only changed, tensors do not match, bytes differ from
+                those that were sent, or samples are not those of the training weights, which are intact.
+            BackendError: inside another `generation()`.
+        """
+        self._check_open("generation()")
+        if self._is_generating:
+            raise BackendError("generation() was entered already: leave its block first")
+        if self._proof is not None:
+            self._proof.begin()
+        self._enter()
+        with ExitStack() as leaving:
+            leaving.push(self._leave_after)
+            yield
+        if self._proof is not None:
+            self._proof.check()
+
+    def _enter(self) -> None:
+        """Moves the weights. Where that fails, the next entry sends them again, under the same version."""
+        start = time.perf_counter()
+        before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
+        changed = self._train.weight_changes != changes
+        moves = self._mover is not None or not self._is_current or changed
+        whole = True
+        if self._mover is None:  # nothing has begun yet; with a mover all ranks move
+            needs_base = self._feed is None or self._feed.needs_base
+            whole = agree_on_moving(moves, None, local_device(), whole=needs_base)
+        with ExitStack() as undo:
+            undo.push(self._leave_after)
+            undo.callback(self._forget, before)
+            received = self._transfer(whole) if moves else 0
+            self._last_transition = Transition(
+                weight_version=self._weight_version,
+                seconds=time.perf_counter() - start if moves else 0.0,
+                recv_bytes=received,
+                fed_bytes=self._feed.fed_bytes if moves and self._feed else 0,
+                is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
+            )
+            if self._offloads:
+                self._train.offload(weights=True)
+            if isinstance(self._rollout, SupportsShardLoading):
+                self._rollout.resume()
+            undo.pop_all()
+        self._is_generating = True
+
+    def _forget(self, before: tuple[int, int, int | None, Transition | None]) -> None:
+        """The rollout backend holds nothing that is known: all is as before the entry that failed."""
+        self._is_current = False
+        if self._feed is not None:
+            self._feed.forget()
+        self._weight_version, self._weight_changes, self._digest, self._last_transition = before
+
+    def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Leaves a block; what it raised is never replaced by what the way back raises."""
+        if error is None:
+            self._leave(failed=False)
+            return
+        with Caught() as caught:  # an engine that is gone may raise anything
+            self._leave(failed=True)
+        if caught.error is not None:
+            error.add_note(f"the way back to training failed too: {type(caught.error).__name__}: {caught.error}")
+
+    def _leave(self, *, failed: bool) -> None:
+        """Gives the memory back to training, also where the engine failed.
+
+        An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
+        it after the next block.
+        """
+        self._is_generating = False
+        try:
+            if self._mover is not None:
+                self._mover.restore()
+                self._rollout.release()
+            elif isinstance(self._rollout, SupportsShardLoading) and not failed:
+                self._released_bytes = self._rollout.release()
+        finally:
+            if self._offloads:
+                self._train.reload()
+
+    def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
+        """Draws responses from the current weights; see `RolloutBackend.generate`.
+
+        Raises:
+            BackendError: outside `generation()`.
+        """
+        self._check_open("generate")
+        if not self._is_generating:
+            raise BackendError("generate needs the current weights: call it inside `with engine.generation():`")
+        responses = self._rollout.generate(batch, sampling)
+        if self._proof is not None:
+            self._proof.note(batch, responses, sampling)
+        return responses
+
+    def sum_over_ranks(self, value: float) -> float:
+        """Adds a number over all ranks of the topology; every rank gets the sum. Collective.
+
+        Raises:
+            BackendError: on every rank, if any gave something else than a number.
+        """
+        is_number = isinstance(value, int | float)
+        summed = torch.tensor([float(value), 0] if is_number else [0, 1], dtype=torch.float64, device=local_device())
+        dist.all_reduce(summed)
+        if summed[1]:
+            given = show(value) if not is_number else "a number here, and something else on other ranks"
+            raise BackendError(f"sum_over_ranks: value={given}: give a number on every rank")
+        return float(summed[0])
+
+    def close(self) -> None:
+        """Frees both backends and the groups that this engine made; not inside `generation()`."""
+        if self._is_generating:
+            raise BackendError("close() inside generation(): leave its block first")
+        if self._is_closed:
+            return
+        self._is_closed, self._mover = True, None
+        with ExitStack() as each:  # in the reverse order, even if one of them raises
+            each.callback(self._end_group)
+            each.callback(self._train.close)
+            each.callback(self._rollout.close)
+
+    def _end_group(self) -> None:
+        # They hold communication buffers and the group, whose threads end with what refers to it.
+        self._executor = self._feed = cast("Any", None)
+        group, self._group = self._group, cast("Any", None)
+        if group not in (None, dist.group.WORLD):
+            dist.destroy_process_group(group)
+
+    def _check_open(self, method: str) -> None:
+        if self._is_closed:
+            raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it; build others")
+
+    def _transfer(self, whole: bool) -> int:
+        self._is_current = False
+        changes, digest = self._train.weight_changes, self._digest
+        version = self._weight_version + (changes != self._weight_changes)
+        weights = self._train.local_weights()
+        if changes != self._weight_changes or digest is None:
+            parts = [part for each in as_parts(weights).values() for part in each]
+            digest = self._feed.digest(weights) if self._feed else hash(tuple(compute_digests(parts)))
+        if self._feed is not None:
+            self._feed.begin(whole=whole)
+            received = self._feed.run(weights, version=version)
+        else:
+            buffers = cast("SupportsWeightBuffers", self._rollout).weight_buffers()
+            received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
+        _copy_buffers(self._train, self._rollout)
+        wait_for_device()
+        self._weight_version, self._weight_changes, self._digest = version, changes, digest
+        self._rollout.commit_weights(version)
+        if self._feed is not None:
+            self._feed.finish()
+        self._is_current = True
+        return received
+
+
+def _pair_adapters(train: TrainBackend, rollout: RolloutBackend, training_weights: str | None) -> str | None:
+    """Has a training backend with adapters show them as the rollout backend takes them: apart, or merged.
+
+    Returns:
+        `training_weights`; merged weights are copies, and the training weights stay: `"keep"` by default.
+
+    Raises:
+        BackendError: for merged weights that were to be moved, or a rollout backend with other adapters.
+    """
+    wanted = rollout.held_adapters() if isinstance(rollout, TakesAdapters) else None
+    own = train.lora if isinstance(train, SupportsAdapters) else None
+    if wanted is not None and (own is None or (own.rank, own.scaling) != (wanted.rank, wanted.scaling)):
+        raise BackendError(f"the rollout backend has {wanted}, the training backend {own}: build both with one lora")
+    if not isinstance(train, SupportsAdapters):
+        return training_weights
+    train.keep_adapters_apart(wanted is not None)
+    if wanted is None and training_weights == "move":
+        raise BackendError(
+            'training_weights="move": merged adapters are copies, which the training weights cannot lie in. Use "keep" '
+            'or "offload"'
+        )
+    return training_weights or (None if wanted is not None else "keep")
+
+
+def _agree_on_plan(
+    train: TrainBackend,
+    rollout: RolloutBackend,
+    topology: Topology,
+    training_weights: str | None,
+    bucket_bytes: int,
+) -> ReshardPlan:
+    """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
+    with together("no plan was made") as agreement:
+        agreement.number = zlib.crc32(repr((training_weights, bucket_bytes)).encode())
+        plan = _plan_between(train, rollout, topology, training_weights)
+        check_bucket_bytes(bucket_bytes, plan.target)
+    if not agreement.is_alike:
+        raise BackendError(
+            "the ranks were given different training_weights or bucket_bytes; this one has "
+            f"{show(training_weights)} and "
+            f"{bucket_bytes}: give all ranks the same"
+        )
+    lowest, highest = spread(plan.digest % HIGHEST, plan.digest % HIGHEST, None, local_device())
+    if lowest != highest:
+        raise BackendError(
+            "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
+            "LOCAL_WORLD_SIZE alike on all"
+        )
+    return plan
+
+
+def _plan_between(
+    train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
+) -> ReshardPlan:
+    if not callable(getattr(train, "local_weights", None)):
+        raise BackendError(f"train={show(train)}: give a training backend")
+    if not callable(getattr(rollout, "weight_layout", None)):
+        raise BackendError(f"rollout={show(rollout)}: give a rollout backend")
+    check_kind(BackendError, "topology", topology, Topology, "a Topology")
+    if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
+        raise BackendError(
+            f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
+        )
+    if training_weights not in (None, "move", "keep", "offload"):
+        raise BackendError(f'training_weights={show(training_weights)}: give "move", "keep", "offload" or None')
+    source, target = train.weight_layout(), rollout.weight_layout()
+    plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
+    if plan.ranks != tuple(range(topology.world_size)):
+        raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
+    if training_weights == "move" and source.dtype != target.dtype:
+        raise BackendError(
+            f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
+            'the other; use training_weights="keep" or "offload"'
+        )
+    if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
+        raise BackendError(
+            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
+            'training_weights="keep" or "offload"'
+        )
+    _check_buffers(train, rollout)
+    if isinstance(rollout, SupportsWeightBuffers):
+        check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
+        check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
+    return plan
+
+
+@torch.no_grad()
+def _copy_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
+    """Copies the state that no optimizer step changes into generation, each tensor in its own dtype."""
+    found = train.buffers() if isinstance(train, SupportsBuffers) else {}
+    if isinstance(rollout, SupportsBuffers):
+        for name, buffer in rollout.buffers().items():
+            buffer.copy_(found[name])
+    elif found and isinstance(rollout, SupportsBufferLoading):
+        rollout.load_buffers(found)
+
+
+def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
+    if isinstance(rollout, SupportsBufferLoading):
+        return  # its engine says which tensors it lacks, and which it has no place for
+    has = [backend.buffers() if isinstance(backend, SupportsBuffers) else {} for backend in (train, rollout)]
+    shapes = [{name: tuple(buffer.shape) for name, buffer in buffers.items()} for buffers in has]
+    if differing := sorted(name for name in {*shapes[0], *shapes[1]} if shapes[0].get(name) != shapes[1].get(name)):
+        raise ReshardError(
+            f"the two backends hold other buffers, such as {show(differing[0])}: build both with the same model, and "
+            "with backends that hold its buffers, such as fsdp and transformers"
+        )
+
+
+def _machines(world_size: int) -> Sequence[range]:
+    """The ranks of every machine, as torchrun numbers them; one machine where nothing says how many ranks it has."""
+    size = local_world_size(world_size)
+    return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
+
+
+def _micro_dp(topology: Topology) -> Sequence[tuple[int, ...]]:
+    return topology.groups("micro_dp") if topology.generation else ()
+
+
+def _build_transfer_group(plan: ReshardPlan, topology: Topology) -> dist.ProcessGroup | None:
+    """The micro-DP group where all messages stay inside one (the paper's case), else all ranks."""
+    groups = _micro_dp(topology)
+    group_of = {rank: group for group in groups for rank in group}
+    if not groups or any(
+        group_of[message.source] != group_of[rank] for message in plan.messages for rank in message.destinations
+    ):
+        return None
+    try:
+        return build_groups(topology, "micro_dp")
+    except RuntimeError as error:
+        raise ReshardError(f"the micro-DP groups {groups} could not be connected: {error}") from error

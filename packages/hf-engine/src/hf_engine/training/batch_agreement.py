@@ -1,0 +1,117 @@
+"""Agreements of data-parallel ranks on a batch, before they act together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import NoReturn
+from zlib import crc32
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.agreement import together
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
+from hf_protocols.errors import BatchError
+
+__all__ = ["agree_on_micro_batches"]
+
+
+def agree_on_micro_batches(
+    prepare: Callable[[], SequenceBatch],
+    max_tokens: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    needs_rows: bool,
+    replicas: Sequence[int] | None = None,
+    arguments: Mapping[str, object] | None = None,
+) -> tuple[SequenceBatch, list[MicroBatch]]:
+    """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
+
+    At least one micro-batch, on every rank.
+
+    Args:
+        prepare: checks the arguments and reads this rank's rows.
+        max_tokens: bound on the tokens of a micro-batch, padding included.
+        group: the ranks that act together: the data-parallel ones, or more.
+        device: where the group communicates.
+        needs_rows: refuses a batch of which no rank has a row.
+        replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
+            where every rank has rows of its own.
+        arguments: by name, what else all ranks are given alike; of a function its name counts.
+
+    Raises:
+        HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
+            BatchError that names the rank and says why. Or if none has a row and one is needed, ranks of one replica
+            have different ones, or any ranks different arguments.
+    """
+    with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
+        sequences = prepare()
+        micro_batches = sequences.micro_batches(max_tokens)
+        given = {name: _described(value) for name, value in (arguments or {}).items()}
+        agreement.number = crc32(repr(given).encode())
+        digest = sequences.digest() if replicas else 0
+    if not agreement.is_alike:
+        _refuse_other_arguments(given, group)
+    agreed = torch.tensor([len(micro_batches), *_by_replica(digest, replicas or (), group)], device=device)
+    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+    num_micro_batches, *digests = agreed.tolist()
+    if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
+        _refuse_other_rows(digest, replicas, group)
+    if needs_rows and not num_micro_batches:
+        raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
+    dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
+    return sequences, micro_batches + dummies
+
+
+def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> list[int]:
+    """Returns a list whose maximum over all ranks shows each replica's highest and lowest digest."""
+    found = [-(1 << 32)] * (2 * len({*replicas}))
+    if replicas:
+        own = 2 * replicas[dist.get_rank(group)]
+        found[own : own + 2] = digest, -digest
+    return found
+
+
+def _described(value: object) -> str:
+    """The same text on every rank: of a function its name, because its address differs; 1 and 1.0 are one number."""
+    while isinstance(value, partial):
+        value = value.func
+    if callable(value):
+        return str(getattr(value, "__qualname__", type(value).__qualname__))
+    return repr(float(value) if isinstance(value, int | float) else value)
+
+
+def _refuse_other_arguments(given: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that were given something else than the first one, and what. Collective."""
+    told: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(told, given, group=group)
+    first, *others = dist.get_process_group_ranks(group)
+    differences = [
+        f"rank {rank} was given {name}={theirs.get(name)}, rank {first} {name}={told[0].get(name)}"
+        for rank, theirs in zip(others, told[1:], strict=True)
+        for name in given
+        if theirs.get(name) != told[0].get(name)
+    ]
+    raise BatchError(
+        f"{'; '.join(differences)}: give all ranks the same, as denominator the sum over all of them; the ranks "
+        "computed nothing"
+    )
+
+
+def _refuse_other_rows(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
+    """Names the ranks that were given other rows than the first of their replica. Collective."""
+    told = [0] * len(replicas)
+    dist.all_gather_object(told, digest, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    first = {replica: replicas.index(replica) for replica in replicas}
+    others = [
+        f"rank {ranks[index]} was given other rows than rank {ranks[first[replica]]}, which is in the same replica"
+        for index, replica in enumerate(replicas)
+        if told[index] != told[first[replica]]
+    ]
+    raise BatchError(
+        f"{'; '.join(others)}: give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
+        "nothing"
+    )

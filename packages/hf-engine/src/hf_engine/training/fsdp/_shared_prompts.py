@@ -1,0 +1,105 @@
+"""Models of which packed rows equal separate ones, and what their rows cost: decided once for each model."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from hf_engine.training.shared_prompts import PromptSharing
+from hf_protocols.arguments import show
+
+if TYPE_CHECKING:
+    from hf_engine.backends.base import Head
+    from hf_engine.backends.train_config import TrainConfig
+    from hf_engine.training.micro_batches import SequenceBatch
+
+__all__ = ["EXACT_FAMILIES", "SharedPrompts", "find_obstacle"]
+
+EXACT_FAMILIES = frozenset(
+    {
+        "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "ernie4_5_moe", "exaone4",
+        "exaone_moe", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt2",
+        "gpt_neox", "gpt_oss", "granite", "granitemoe", "llama", "llama4_text", "minimax_m2", "mistral", "mixtral",
+        "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+        "smollm3", "stablelm", "starcoder2",
+    }
+)  # fmt: skip
+"""Model types whose packed rows equal separate ones, as tests show for each of them."""
+
+_MASK_BYTES = 5
+"""Of one element of a mask, which is bool and float32 at once."""
+_PAIR_EFFORT = 1.3
+"""Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
+
+
+def find_obstacle(model: Any, config: TrainConfig) -> str | None:
+    """Reason for which rows of a model stay apart; None where packed rows compute the same."""
+    settings = model.config.get_text_config()
+    family = settings.model_type
+    if getattr(settings, "alibi", False) or family in ("bloom", "mpt"):
+        return f"a {type(model).__name__} biases attention by the columns of a row (ALiBi)"
+    if family not in EXACT_FAMILIES:
+        return f"packed rows are not tested with model_type={show(family)}"
+    if getattr(settings, "attn_temperature_tuning", False):
+        return f"a {type(model).__name__} with attn_temperature_tuning scales attention by the columns of a row"
+    if varying := sorted(_rope_types(settings.to_dict()) & {"dynamic", "longrope"}):
+        return f"positions of rope_type={show(varying[0])} depend on the longest row of a micro-batch"
+    if config.lora is not None and config.lora.dropout:
+        return f"model.lora.dropout={config.lora.dropout} drops inputs of each row by itself"
+    return None
+
+
+def _estimate(model: Any, *, always: bool) -> PromptSharing:
+    """Costs of a model's rows, from the sizes of its parameters before they are sharded."""
+    settings = model.config.get_text_config()
+    layers, heads, hidden = settings.num_hidden_layers, settings.num_attention_heads, settings.hidden_size
+    chosen = getattr(settings, "num_experts_per_tok", None) or getattr(settings, "moe_k", None) or 1
+    ends = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings())}
+    weights = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
+    # Stacked experts have a third dimension: a token passes a few of them.
+    passed = sum(each.numel() if each.dim() == 2 else each[0].numel() * chosen for each in weights)
+    size = getattr(settings, "head_dim", None) or hidden // heads
+    kinds = len(set(getattr(settings, "layer_types", None) or [""]))
+    return PromptSharing(
+        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed,
+        pair_memory=kinds * _MASK_BYTES / (4 * layers * hidden),
+        always=always,
+    )
+
+
+class SharedPrompts:
+    """Has the batches of one model share prompts, as its `TrainConfig` says.
+
+    Args:
+        model: before it is sharded.
+        config: says when.
+        head: of the model; scores of whole sequences are computed row by row.
+    """
+
+    def __init__(self, model: Any, config: TrainConfig, *, head: Head) -> None:
+        wanted = config.shared_prompts
+        self._costs: PromptSharing | None = None
+        self._notice = ""
+        if wanted is False or head == "score":
+            return
+        obstacle = find_obstacle(model, config)
+        if obstacle is None:
+            self._costs = _estimate(model, always=wanted is True)
+        else:
+            self._notice = f"training.shared_prompts: rows with equal prompts are computed apart, because {obstacle}"
+
+    def prepare(self, sequences: SequenceBatch) -> SequenceBatch:
+        """The same batch, which shares prompts where it may. Warns at the first that could, if the model does not."""
+        if self._notice and sequences.num_shared:
+            notice, self._notice = self._notice, ""
+            warnings.warn(notice, stacklevel=2)
+        sequences.sharing = self._costs
+        return sequences
+
+
+def _rope_types(settings: object) -> set[str]:
+    """Every `rope_type` of a configuration, which may have one for each type of layer."""
+    if not isinstance(settings, dict):
+        return set()
+    own = {value for key, value in settings.items() if key in ("rope_type", "type") and isinstance(value, str)}
+    return own.union(*(_rope_types(value) for value in settings.values()))

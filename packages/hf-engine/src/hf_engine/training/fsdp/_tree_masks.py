@@ -1,0 +1,55 @@
+"""Attention of packed rows: a prompt, and responses that see it and themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+from hf_engine.training.micro_batches import MicroBatch, TreeMicroBatch
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+__all__ = ["attend_in_trees"]
+
+
+def attend_in_trees(model: Any, micro_batch: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
+    """Inside, a forward pass on packed rows has their masks. Of other rows nothing changes."""
+    if not isinstance(micro_batch, TreeMicroBatch):
+        return nullcontext()
+    return _tree_masks(model, micro_batch.position_ids.to(device), micro_batch.branches.to(device))
+
+
+@contextmanager
+def _tree_masks(model: Any, positions: torch.Tensor, branches: torch.Tensor) -> Iterator[None]:
+    """Has transformers build each kind of mask of the model, full, sliding or chunked, from positions.
+
+    A model's own code asks for its masks by a rule on the columns of queries and keys. The rule is asked about their
+    positions instead, and joined with the rule that a key is the prompt's or of the same response.
+    """
+    kind = model.config.get_text_config()._attn_implementation
+    builders: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    build, uses = builders[kind], 0
+
+    def build_tree(*, mask_function: Any, **options: Any) -> Any:
+        nonlocal uses
+        uses += 1
+
+        def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
+            of_key = branches[row, key]
+            is_near = (of_key == 0) | (of_key == branches[row, query])
+            return is_near & mask_function(row, head, positions[row, query], positions[row, key])
+
+        return build(mask_function=sees, **options | {"attention_mask": None, "allow_is_causal_skip": False})
+
+    builders[kind] = build_tree
+    try:
+        yield
+    finally:
+        del builders[kind]
+    assert uses, "a family of EXACT_FAMILIES builds its masks with transformers' functions"

@@ -1,0 +1,336 @@
+"""Micro-batches: rows of similar length together under a token budget, padded for the model and for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+from zlib import crc32
+
+import torch
+
+from hf_engine.backends.jagged import Ragged, read_candidates, read_ids, require_columns, to_jagged
+from hf_engine.resharding.digest import compute_digest
+from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
+from hf_protocols.arguments import show
+from hf_protocols.errors import BatchError
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+__all__ = ["MicroBatch", "SequenceBatch", "TreeMicroBatch", "measure_work", "plan_micro_batches"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Padded inputs of one forward pass: prompts end, and responses start, at the same column in every row."""
+
+    rows: torch.Tensor
+    """int64 [b], rows of the batch; empty for a dummy, whose result is thrown away."""
+    input_ids: torch.Tensor
+    """int64 [b, P + T], prompts padded on the left, responses on the right."""
+    attention_mask: torch.Tensor
+    """bool [b, P + T]."""
+    response_mask: torch.Tensor
+    """bool [b, T], True on response tokens and False on their padding, independent of `response_mask`."""
+    candidate_ids: torch.Tensor | None = None
+    """int64 [b, T, k], further tokens whose log-probs are requested; None in a dummy."""
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """int64 [b, T]."""
+        return self.input_ids[:, -self.response_mask.shape[1] :]
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [b, P + T], counted from each row's first real token."""
+        return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
+
+    @property
+    def predicting_positions(self) -> torch.Tensor:
+        """int64 [n], of the flattened `input_ids`: whose logits predict the response tokens, row by row."""
+        width, num_tokens = self.input_ids.shape[1], self.response_mask.shape[1]
+        rows, columns = self.response_mask.nonzero(as_tuple=True)
+        return rows * width + columns + width - num_tokens - 1
+
+    @property
+    def num_saved(self) -> int:
+        """Prompt tokens that rows apart would have computed again."""
+        return 0
+
+    @classmethod
+    def dummy(cls) -> MicroBatch:
+        """One token after one token: keeps a short rank in step with the collectives of the others."""
+        ones = torch.ones(1, 2, dtype=torch.bool)
+        return cls(
+            rows=torch.empty(0, dtype=torch.int64),
+            input_ids=torch.zeros(1, 2, dtype=torch.int64),
+            attention_mask=ones,
+            response_mask=ones[:, 1:],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeMicroBatch(MicroBatch):
+    """Packed rows of one forward pass: each is a prompt, responses to it one after the other, and padding.
+
+    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer.
+    """
+
+    branches: torch.Tensor
+    """int64 [p, L], 0 for the prompt of a packed row, k for the k-th response to it, -1 for padding."""
+    responses: torch.Tensor
+    """int64 [b, T], ids of the responses, padded on the right."""
+    starts: torch.Tensor
+    """int64 [b, 2], of the flattened inputs: the last token of a response's prompt, and its own first token."""
+
+    @property
+    def response_ids(self) -> torch.Tensor:
+        """int64 [b, T]."""
+        return self.responses
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """int64 [p, L], which start over after the prompt at each response; 0 for padding."""
+        columns = torch.arange(self.branches.shape[1])
+        is_first = torch.ones_like(self.branches, dtype=torch.bool)
+        is_first[:, 1:] = self.branches[:, 1:] != self.branches[:, :-1]
+        first = torch.where(is_first, columns, 0).cummax(1).values
+        prompts = (self.branches == 0).sum(1, keepdim=True)
+        return torch.where(self.branches > 0, columns - first + prompts, columns).masked_fill(self.branches < 0, 0)
+
+    @property
+    def predicting_positions(self) -> torch.Tensor:
+        """int64 [n], of the flattened `input_ids`: a first token is predicted by the last one of its prompt."""
+        rows, columns = self.response_mask.nonzero(as_tuple=True)
+        prompt_ends, starts = self.starts[rows].unbind(1)
+        return torch.where(columns == 0, prompt_ends, starts + columns - 1)
+
+    @property
+    def num_saved(self) -> int:
+        """Prompt tokens that rows apart would have computed again."""
+        responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
+        return int(((responses - 1) * (self.branches == 0).sum(1)).sum())
+
+
+class SequenceBatch:
+    """A batch of prompts and responses, split into micro-batches.
+
+    Args:
+        batch: has the columns `prompt_ids` and `response_ids`; `response_mask` is False on response tokens that a loss
+            leaves out, such as a tool's answer, and absent where it counts all of them.
+        vocab_size: of the model that they are for.
+        candidates: whether micro-batches have the column `candidate_ids`, [B, tokens, k].
+
+    Raises:
+        BatchError: for a missing column, one that does not hold token ids of the model, row by row, or a mask that is
+            not aligned with the responses.
+    """
+
+    sharing: PromptSharing | None = None
+    """When responses to one prompt are packed in one row; None: every row has its own prompt."""
+
+    def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
+        require_columns(batch, ("prompt_ids", "response_ids"))
+        self._batch = batch
+        self._prompts = read_ids(batch, "prompt_ids", vocab_size)
+        self._responses = read_ids(batch, "response_ids", vocab_size)
+        if "response_mask" in batch:
+            _check_mask(batch["response_mask"], self._responses.lengths)
+        self._candidates = read_candidates(batch, self._responses.lengths) if candidates else None
+
+    def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
+        """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
+
+        Raises:
+            BatchError: for an empty prompt, or a row above the token budget.
+        """
+        if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
+            raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
+        prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
+        packed: list[list[list[int]]] = []
+        apart: Sequence[int] = range(len(prompts))
+        if self.sharing is not None and self.num_shared:
+            packs, apart = plan_packs(self._groups, prompts, responses, max_tokens, self.sharing)
+            packed = batch_packs(packs, prompts, responses, max_tokens, self.sharing)
+        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
+        return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in plain]
+
+    @property
+    def num_shared(self) -> int:
+        """Rows whose prompt an earlier row has, too."""
+        return len(self._prompts.lengths) - len(self._groups)
+
+    def digest(self) -> int:
+        """32 bits that are the same for the same rows, however their memory lies."""
+        facts = []
+        for name, column in self._batch.items():
+            if not isinstance(column, torch.Tensor):
+                continue
+            ragged = Ragged(column) if column.layout == torch.jagged else None
+            parts = [column] if ragged is None else [ragged.lengths, ragged.packed]
+            facts.append((name, [(part.dtype, tuple(part.shape), compute_digest(part)) for part in parts]))
+        return crc32(repr(sorted(facts)).encode())
+
+    def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
+        """Returns the columns that a loss reads: jagged ones padded with zeros on the right, dense ones as they are.
+
+        `response_mask` is True on the response tokens that count: the batch's own mask, or all of them.
+
+        Raises:
+            BatchError: for a column that is not a tensor, or nested in another layout than the jagged one.
+        """
+        columns: dict[str, torch.Tensor] = {}
+        for name, column in self._batch.items():
+            if not isinstance(column, torch.Tensor) or (column.is_nested and column.layout != torch.jagged):
+                what = f"a {type(column).__name__}"
+                if isinstance(column, torch.Tensor):
+                    what = f"nested in layout {column.layout}"
+                raise BatchError(
+                    f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
+                    "(torch.nested.nested_tensor(rows, layout=torch.jagged)); leave it out, or give one of these"
+                )
+            if column.is_nested:
+                ragged = Ragged(column)
+                width = max(1, int(ragged.lengths[micro_batch.rows].max()))
+                columns[name] = ragged.pad_right(micro_batch.rows, width)[0]
+            else:
+                columns[name] = column[micro_batch.rows]
+        return columns | {"response_mask": columns.get("response_mask", micro_batch.response_mask).bool()}
+
+    def jagged(
+        self,
+        parts: Sequence[tuple[MicroBatch, torch.Tensor]],
+        token_shape: Sequence[int] = (),
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:
+        """Puts per-token results [b, T, *token_shape] of all micro-batches in one column, as `response_ids` is."""
+        flat = torch.zeros(int(self._responses.lengths.sum()), *token_shape, dtype=dtype)
+        offsets = self._responses.offsets
+        for micro_batch, result in parts:
+            if not len(micro_batch.rows):
+                continue
+            index = offsets[micro_batch.rows, None] + torch.arange(result.shape[1])
+            flat[index[micro_batch.response_mask]] = result.cpu()[micro_batch.response_mask]
+        return to_jagged(flat, offsets)
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        """Rows with equal prompts together, in the order of their first ones."""
+        groups: dict[bytes, list[int]] = {}
+        for row in range(len(self._prompts.lengths)):
+            groups.setdefault(self._prompts.row(row).numpy().tobytes(), []).append(row)
+        return list(groups.values())
+
+    def _pad(self, rows: torch.Tensor) -> MicroBatch:
+        prompts, responses = self._prompts, self._responses
+        prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
+        response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
+        candidates = self._candidates
+        return MicroBatch(
+            rows=rows,
+            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
+            input_ids=torch.cat([prompt_ids, response_ids], dim=1),
+            attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
+            response_mask=response_mask,
+        )
+
+    def _pack(self, packs: Sequence[Sequence[int]]) -> TreeMicroBatch:
+        rows = torch.tensor([row for pack in packs for row in pack])
+        prompts, responses, candidates = self._prompts, self._responses, self._candidates
+        response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
+        lines, branches, starts = [], [], []
+        width = max(int(prompts.lengths[pack[0]] + responses.lengths[list(pack)].sum()) for pack in packs)
+        for number, pack in enumerate(packs):
+            parts = [prompts.row(pack[0]), *(responses.row(row) for row in pack)]
+            lengths = torch.tensor([len(part) for part in parts])
+            first = number * width + lengths.cumsum(0)
+            starts.append(torch.stack([first[:1].expand(len(pack)) - 1, first[:-1]], dim=1))
+            line = torch.cat(parts).long()
+            lines.append(torch.nn.functional.pad(line, (0, width - len(line))))
+            branch = torch.arange(len(parts)).repeat_interleave(lengths)
+            branches.append(torch.nn.functional.pad(branch, (0, width - len(line)), value=-1))
+        joined = torch.stack(branches)
+        return TreeMicroBatch(
+            rows=rows,
+            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
+            input_ids=torch.stack(lines),
+            attention_mask=joined >= 0,
+            response_mask=response_mask,
+            branches=joined,
+            responses=response_ids.long(),
+            starts=torch.cat(starts),
+        )
+
+
+def _check_mask(column: object, lengths: torch.Tensor) -> None:
+    """A mask that is not one value for each response token would hide the wrong ones."""
+    if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
+        what = f"a {type(column).__name__}"
+        if isinstance(column, torch.Tensor) and not column.is_nested:
+            what = f"of shape {tuple(column.shape)}"
+        raise BatchError(f"the column 'response_mask' is {what}: give it jagged, one value for each response token")
+    given = Ragged(column).lengths
+    if differing := (given != lengths).nonzero().flatten().tolist():
+        row = differing[0]
+        raise BatchError(
+            f"row {row} of 'response_mask' has {int(given[row])} values for {int(lengths[row])} response tokens: give "
+            "one value for each response token"
+        )
+
+
+def measure_work(micro_batches: Sequence[MicroBatch]) -> dict[str, tuple[float, float]]:
+    """Shares of padding in what is computed, and of prompts computed once in what rows apart have, as metrics."""
+    real = [each for each in micro_batches if len(each.rows)]
+    tokens = sum(int(each.attention_mask.sum()) for each in real)
+    saved = sum(each.num_saved for each in real)
+    computed = sum(each.input_ids.numel() for each in real)
+    return {
+        "batch/padding": (float(computed - tokens), float(computed)),
+        "batch/shared": (float(saved), float(tokens + saved)),
+    }
+
+
+def plan_micro_batches(
+    prompt_lengths: Sequence[int],
+    response_lengths: Sequence[int],
+    max_tokens: int,
+    *,
+    rows: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Cuts rows into micro-batches of at most `max_tokens` tokens, padding included.
+
+    A micro-batch of b rows costs b * (longest prompt + longest response): prompts are padded on the left and
+    responses on the right. Rows are taken longest first; every row is in exactly one micro-batch.
+
+    Args:
+        prompt_lengths: of every row.
+        response_lengths: of every row.
+        max_tokens: of a micro-batch.
+        rows: which to cut; None: all.
+
+    Raises:
+        BatchError: for a row that is longer than the budget by itself.
+    """
+    lengths = list(zip(prompt_lengths, response_lengths, strict=True))
+    order = sorted(
+        range(len(lengths)) if rows is None else rows, key=lambda row: (-sum(lengths[row]), -lengths[row][0], row)
+    )
+    batches: list[list[int]] = []
+    longest_prompt = longest_response = 0
+    for row in order:
+        prompt, response = lengths[row]
+        if prompt + response > max_tokens:
+            raise BatchError(
+                f"row {row} has {prompt} prompt + {response} response = {prompt + response} tokens, above "
+                f"micro_batch_tokens={max_tokens}; raise micro_batch_tokens or shorten the row"
+            )
+        wider = max(longest_prompt, prompt) + max(longest_response, response)
+        if batches and (len(batches[-1]) + 1) * wider <= max_tokens:
+            batches[-1].append(row)
+            longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
+        else:
+            batches.append([row])
+            longest_prompt, longest_response = prompt, response
+    return batches
