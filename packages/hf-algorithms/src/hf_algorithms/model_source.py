@@ -115,7 +115,7 @@ def holding_whole_model(source: ModelSource) -> Iterator[str]:
 
 @contextmanager
 def holding_model(source: ModelSource, path: str | None = None) -> Iterator[str]:
-    """Yields the model as it is; for an adapter of a run that was moved, a temporary copy that names the base in its new place.
+    """Yields the model as it is; for an adapter of a moved run, a temporary copy that names the present base.
 
     Args:
         source: of the model.
