@@ -63,6 +63,14 @@ def test_a_cache_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     check(monkeypatch, plan_of("cpu", 1), gib=4, rollout={"options": {"cache_bytes": 1 << 30}})
 
 
+def test_an_object_store_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"object_store_bytes": 1 << 50}
+    with pytest.raises(ConfigError, match=rf"^cluster.object_store_bytes={1 << 50}: this machine has \d+ bytes"):
+        check(monkeypatch, plan_of("cpu", 1), gib=4, cluster=given)
+    check(monkeypatch, plan_of("cpu", 1), gib=4, cluster=given, run={"executor": "in_process"})
+    check(monkeypatch, plan_of("cpu", 1), gib=4, cluster={"object_store_bytes": 100 << 20})
+
+
 def test_a_server_must_listen_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks would wait out the deadline of every response. A cluster elsewhere has other servers on its machines."""
     with socket.socket() as server:

@@ -11,6 +11,7 @@ from hf_algorithms import run
 from hf_algorithms.config import parse_config
 from hf_algorithms.deadlines import list_deadlines
 from hf_algorithms.step_metrics import describe_unscorable
+from hf_protocols import ConfigError
 
 
 @pytest.mark.parametrize(("call_timeout_s", "longest_s"), [(600.0, 600.0), (5.0, 120.0)])
@@ -27,10 +28,32 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
     assert given == {
         "num_cpus": 3,
         "address": "local",
+        "object_store_bytes": None,
         "call_timeout_s": call_timeout_s,
         "start_timeout_s": longest_s,
         "deadlines": list_deadlines(config),
     }
+
+
+def test_the_size_of_the_object_store_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(run, "RayExecutor", lambda **options: given.update(options))
+    config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": {"object_store_bytes": 100 << 20}})
+    run.build_executor(config, SimpleNamespace(pools=[SimpleNamespace(num_slots=2)]))  # type: ignore[arg-type]
+    assert given["object_store_bytes"] == 100 << 20
+
+
+@pytest.mark.parametrize(
+    ("cluster", "words"),
+    [
+        ({"object_store_bytes": 0}, "cluster.object_store_bytes"),
+        ({"object_store_bytes": 1e9}, "cluster.object_store_bytes"),
+        ({"object_store_bytes": 1 << 30, "address": "auto"}, "cluster.address = 'auto' is a cluster that has its own"),
+    ],
+)
+def test_a_wrong_object_store_names_its_key(cluster: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({"data": {"train": "rows.jsonl"}, "cluster": cluster})
 
 
 def test_a_reward_without_scores_names_its_functions() -> None:

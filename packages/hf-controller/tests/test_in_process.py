@@ -179,6 +179,8 @@ def test_what_is_no_pool_or_spec_is_refused_by_name():
         {"num_cpus": "a"},
         {"object_store_bytes": 10},
         {"object_store_bytes": "1g"},
+        {"object_store_bytes": 0},
+        {"object_store_bytes": 1 << 60},
         {"address": None},
         {"call_timeout_s": float("inf")},
     ],
@@ -190,6 +192,11 @@ def test_an_executor_that_cannot_be_is_refused_before_a_cluster_starts(settings,
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=f"^{name}={value!r}"):
         RayExecutor(**settings)
+
+
+def test_a_cluster_that_runs_keeps_its_object_store():
+    with pytest.raises(ConfigError, match=r"^object_store_bytes=1073741824: address='auto' is a cluster with its own"):
+        RayExecutor(address="auto", object_store_bytes=1 << 30)
 
 
 def test_released_groups_refuse_calls():

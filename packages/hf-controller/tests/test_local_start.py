@@ -4,10 +4,11 @@ import os
 import shutil
 from collections import namedtuple
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from hf_controller import check_local_start, list_local_checks, local_start
+from hf_controller import check_local_start, choose_store_bytes, list_local_checks, local_start
 from hf_protocols import ConfigError, read_machine_limits
 
 Usage = namedtuple("Usage", ("total", "used", "free"))
@@ -150,3 +151,81 @@ def test_local_start_goes_on_with_little_shared_memory(monkeypatch):
     check_local_start()
     (check,) = [check for check in list_local_checks() if check.name == "/dev/shm"]
     assert "--shm-size=2g" in check.remedy
+
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Sets the memory of the machine, the limit of its container and free shared memory, in GiB."""
+
+    def describe(*, memory, shm, container=None):
+        root = tmp_path / "machine"
+        for folder in ("proc/self", "groups"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        kilobytes = int(memory * GIB) // 1024
+        (root / "proc/meminfo").write_text(f"MemTotal: {kilobytes} kB\nMemAvailable: {kilobytes} kB\n")
+        if container is not None:
+            (root / "proc/self/cgroup").write_text("0::/\n")
+            (root / "proc/self/mountinfo").write_text("1 1 0:1 / /groups rw - cgroup2 cgroup rw\n")
+            (root / "groups/memory.max").write_text(f"{int(container * GIB)}\n")
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(int(shm * GIB), 0, int(shm * GIB)))
+
+    return describe
+
+
+@pytest.mark.parametrize(
+    ("memory", "container", "shm", "store"),
+    [
+        (20, None, 32, 6),
+        (20, 10, 32, 3),  # docker run --memory=10g
+        (20, None, 4, 3.8),
+        (20, None, 0.0625, 0.5),  # Docker's shared memory: the store is in a file
+        (1, None, 0.0625, 0.3),
+        (0.125, None, 1, 75 / 1024),
+        (1024, None, 1024, 200e9 / GIB),
+    ],
+)
+def test_store_bytes_are_a_share_of_what_is_there(machine, memory, container, shm, store):
+    machine(memory=memory, container=container, shm=shm)
+    assert choose_store_bytes() == pytest.approx(store * GIB, abs=1)
+
+
+def test_store_bytes_agree_with_the_system_itself(monkeypatch):
+    """Memory as the C library has it, and the files of all control groups above this process."""
+    monkeypatch.setattr(local_start, "read_machine_limits", read_machine_limits)
+    memory = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        top = "/sys/fs/cgroup" + ("/memory" if "memory" in controllers.split(",") else "")
+        for group in (Path(top + path), *Path(top + path).parents):
+            for name in ("memory.max", "memory.limit_in_bytes"):
+                limit = group / name
+                if limit.is_file() and limit.read_text().strip().isdecimal():
+                    memory.append(int(limit.read_text()))
+    found = os.statvfs("/dev/shm")
+    free = found.f_bavail * found.f_frsize
+    expected = max(min(0.3 * min(memory), max(0.95 * free, 2**29), 200e9), 75 * 2**20)
+    assert choose_store_bytes() == pytest.approx(expected, rel=0.02)  # others write to shared memory meanwhile
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1e9, "1g", (75 << 20) - 1])
+def test_store_bytes_refuse_what_is_not_a_size(value):
+    with pytest.raises(ConfigError, match=r"^the_key=.* must be a whole number of at least 78643200$"):
+        choose_store_bytes(value, key="the_key")
+
+
+def test_store_bytes_refuse_more_than_there_is(machine):
+    machine(memory=8, shm=2)
+    assert choose_store_bytes(2 * GIB) == 2 * GIB
+    with pytest.raises(
+        ConfigError, match=r"^object_store_bytes=2147483649: /dev/shm has 2147483648 bytes free\. Lower"
+    ):
+        choose_store_bytes(2 * GIB + 1)
+    with pytest.raises(ConfigError, match=r"^object_store_bytes=8589934593: this machine has 8589934592 bytes of mem"):
+        choose_store_bytes(8 * GIB + 1)
+    machine(memory=8, shm=0.0625)
+    assert choose_store_bytes(GIB // 2) == GIB // 2
+    with pytest.raises(ConfigError, match=r"give a container a larger --shm-size$"):
+        choose_store_bytes(GIB // 2 + 1)

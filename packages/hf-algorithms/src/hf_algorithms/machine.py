@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_algorithms.rewards import check_servers
-from hf_controller import check_local_start
+from hf_controller import check_local_start, choose_store_bytes
 from hf_protocols import ConfigError, read_machine_limits
 from hf_protocols.arguments import show
 
@@ -40,6 +40,7 @@ def check_machine(config: Config, plan: MappingPlan) -> None:
     check_servers(config)
     if config.run.executor == "ray":
         _check_memory(plan, memory_bytes)
+        choose_store_bytes(config.cluster.object_store_bytes, key="cluster.object_store_bytes")
         check_local_start(sum(pool.num_slots for pool in plan.pools))
 
 

@@ -409,6 +409,7 @@ def build_executor(config: Config, plan: MappingPlan) -> Executor:
     return RayExecutor(
         num_cpus=slots,
         address=config.cluster.address,
+        object_store_bytes=config.cluster.object_store_bytes,
         call_timeout_s=config.cluster.call_timeout_s,
         start_timeout_s=deadlines["__init__"].seconds,
         deadlines=deadlines,

@@ -14,7 +14,7 @@ from hf_controller.groups.connection import Connection, connect
 from hf_controller.groups.resource_pool import ResourcePool, build_pools
 from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, as_pieces
 from hf_controller.groups.worker_group import WorkerGroup
-from hf_controller.local_start import LocalCheck, check_local_start, list_local_checks
+from hf_controller.local_start import LocalCheck, check_local_start, choose_store_bytes, list_local_checks
 from hf_controller.signals import Terminated
 from hf_controller.trace import Span, SubSpan, Trace
 
@@ -53,6 +53,7 @@ __all__ = [
     "as_pieces",
     "build_pools",
     "check_local_start",
+    "choose_store_bytes",
     "connect",
     "list_local_checks",
     "rebuild",

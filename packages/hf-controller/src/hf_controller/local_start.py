@@ -1,7 +1,8 @@
-"""Checks of this machine before Ray starts a local cluster. Nothing of Ray is imported."""
+"""Checks and sizes of this machine before Ray starts a local cluster. Nothing of Ray is imported."""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -10,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_protocols import ConfigError, MachineLimits, read_machine_limits
-from hf_protocols.arguments import shorten, show
+from hf_protocols.arguments import check_count, shorten, show
 
-__all__ = ["LocalCheck", "check_local_start", "find_temp_dir", "list_local_checks"]
+__all__ = ["LocalCheck", "check_local_start", "choose_store_bytes", "find_temp_dir", "list_local_checks"]
 
 _LONGEST_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes that the kernel takes as the path of a socket."""
@@ -24,7 +25,19 @@ _CLUSTER_THREADS, _RANK_THREADS = 160, 30
 _CLUSTER_FILES, _RANK_FILES = 52, 4
 """Open files of the process of Ray that has most, and what each rank adds; measured alike."""
 
+_SHM = "/dev/shm"
 _SMALL_SHM_BYTES = 1 << 30
+
+_STORE_SHARE = 0.3
+"""Of the memory, for the object store; the same share as Ray's."""
+_SHM_SHARE = 0.95
+"""Of free shared memory: other programs use some of it before Ray looks."""
+_LEAST_STORE_BYTES = 75 << 20
+"""Ray's own bound."""
+_STORE_IN_FILES_BYTES = 512 << 20
+"""Size of a store in a file of the temporary folder, as Ray makes it where shared memory is smaller."""
+_MOST_STORE_BYTES = (2 << 30) if sys.platform == "darwin" else 200 * 10**9
+"""Ray's own bounds for a size that nobody set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +81,34 @@ def list_local_checks(num_ranks: int = 1) -> list[LocalCheck]:
     limits = read_machine_limits()
     checks = [_check_temp_dir(), _check_home(), _check_threads(limits, num_ranks), _check_files(limits, num_ranks)]
     return [*checks, _check_shared_memory()]
+
+
+def choose_store_bytes(given: int | None = None, *, key: str = "object_store_bytes") -> int:
+    """Returns the size of a local cluster's object store in bytes.
+
+    The default is 30 % of the memory that this process may use, at most what is free in `/dev/shm`. Where that is below
+    512 MiB, the store has at most 512 MiB and is in a file. Memory is taken as it is used.
+
+    Args:
+        given: the size that the user set; None: the default.
+        key: the user's name of the size, for messages.
+
+    Raises:
+        ConfigError: if `given` is not a whole number of at least 75 MiB, or does not fit in memory or `/dev/shm`.
+    """
+    memory_bytes = read_machine_limits().memory_bytes
+    free_bytes = _find_free_shm_bytes()
+    if given is None:
+        room_bytes = max(int(free_bytes * _SHM_SHARE), _STORE_IN_FILES_BYTES)
+        return max(min(int(memory_bytes * _STORE_SHARE), room_bytes, _MOST_STORE_BYTES), _LEAST_STORE_BYTES)
+    check_count(ConfigError, key, given, least=_LEAST_STORE_BYTES)
+    if given > memory_bytes:
+        raise ConfigError(f"{key}={given}: this machine has {memory_bytes} bytes of memory. Lower it")
+    if given > max(free_bytes, _STORE_IN_FILES_BYTES):
+        raise ConfigError(
+            f"{key}={given}: {_SHM} has {int(free_bytes)} bytes free. Lower it, or give a container a larger --shm-size"
+        )
+    return given
 
 
 def find_temp_dir() -> tuple[str, str]:
@@ -135,14 +176,23 @@ def _check_files(limits: MachineLimits, num_ranks: int) -> LocalCheck:
 
 def _check_shared_memory() -> LocalCheck:
     """Ray keeps batches elsewhere if they do not fit here, which is slow."""
-    folder = "/dev/shm"
     try:
-        usage = shutil.disk_usage(folder)
+        usage = shutil.disk_usage(_SHM)
     except OSError as error:
-        return LocalCheck(name=folder, found=_reason(error), remedy="Ray keeps batches in files instead, which is slow")
+        return LocalCheck(name=_SHM, found=_reason(error), remedy="Ray keeps batches in files instead, which is slow")
     found = f"{usage.free / 2**30:.1f} GiB of {usage.total / 2**30:.1f} GiB free"
     remedy = "Ray keeps batches there: give a container --shm-size=2g" if usage.free < _SMALL_SHM_BYTES else ""
-    return LocalCheck(name=folder, found=found, remedy=remedy)
+    return LocalCheck(name=_SHM, found=found, remedy=remedy)
+
+
+def _find_free_shm_bytes() -> float:
+    """Returns the free bytes of shared memory; infinity where the system has no folder for it, as macOS."""
+    if sys.platform != "linux":
+        return math.inf
+    try:
+        return shutil.disk_usage(_SHM).free
+    except OSError:
+        return 0
 
 
 def _find_why_not_writable(folder: Path) -> str:

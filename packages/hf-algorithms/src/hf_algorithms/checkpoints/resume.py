@@ -33,6 +33,7 @@ FREE_KEYS = (
     *(f"run.{name}" for name in _FREE_OF_RUN),
     *(f"deadlines.{name}" for name in DeadlinesConfig.model_fields),
     "cluster.call_timeout_s",
+    "cluster.object_store_bytes",
 )
 """Keys that may change without `--allow-changed`."""
 

@@ -167,6 +167,7 @@ def _check_meaning(config: Config) -> None:
         *_find_wrong_scorers(config),
         *_find_idle_rollback(config),
         *find_idle_rollout(config),
+        *_find_idle_store(config),
         *find_wrong_sets(config.evaluation, has_metric=not config.reward.evaluates_model),
     ]
     if problems:
@@ -296,6 +297,15 @@ def _find_wrong_scorers(config: Config) -> Iterator[str]:
     for section, scorer in config.recipe.scorers.items():
         if config.role(scorer).path is not None:
             yield f"roles.{scorer}.path: the model of {section}.model.path plays this role. Remove the key"
+
+
+def _find_idle_store(config: Config) -> Iterator[str]:
+    given, address = config.cluster.object_store_bytes, config.cluster.address
+    if given is not None and address != "local":
+        yield (
+            f"cluster.object_store_bytes = {given}: cluster.address = {show(address)} is a cluster that has its own. "
+            "Remove the key, and set it with ray start --object-store-memory"
+        )
 
 
 def _value_of(config: Config, key: str) -> Any:

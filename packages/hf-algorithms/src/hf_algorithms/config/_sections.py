@@ -50,6 +50,8 @@ Count = Annotated[int, Field(ge=1, le=1 << 53)]
 """Below what overflows where tensors are counted."""
 Slots = Annotated[int, Field(ge=1, le=1 << 16)]
 Tokens = Annotated[int, Field(ge=1, le=1 << 40)]
+StoreBytes = Annotated[int, Field(ge=75 << 20, le=1 << 53)]
+"""At least what Ray needs."""
 Share = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -308,6 +310,10 @@ class ClusterConfig(Section):
     """Address of a running Ray cluster; `local`: one of the run's own on this machine."""
     call_timeout_s: Positive = 600.0
     """Deadline of one call to a worker group; `[deadlines]` has one for each phase."""
+    object_store_bytes: StoreBytes | None = None
+    """Shared memory for batches in the run's own Ray cluster, taken as it is used; left out: 30 % of the memory that
+    the program may use, at most what is free in `/dev/shm`. A batch that does not fit goes to disk, which is slow.
+    """
 
 
 class RoleConfig(Section):

@@ -22,6 +22,7 @@ from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.process_end import ProcessEnd, is_stopped
+from hf_controller.executors.ray.spilling import SpillCheck
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
 from hf_controller.failures import LostClusterError
@@ -52,7 +53,7 @@ class Cluster:
     Args:
         address: `"local"` starts one on this machine and ignores `RAY_ADDRESS`; else the address of one to join.
         num_cpus: slots of CPU pools of a local cluster; None: one per core.
-        object_store_bytes: shared memory of a local cluster.
+        object_store_bytes: shared memory of a local cluster; None for one to join.
         log_to_driver: show what workers print.
 
     Raises:
@@ -61,12 +62,15 @@ class Cluster:
             connect to a cluster at the address.
     """
 
-    def __init__(self, *, address: str, num_cpus: int | None, object_store_bytes: int, log_to_driver: bool) -> None:
+    def __init__(
+        self, *, address: str, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool
+    ) -> None:
         if ray.is_initialized():
             raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
         self._services: dict[str, subprocess.Popen[Any]] = {}
         self._gcs: Reachability | None = None
+        self._spilling: SpillCheck | None = None
         self._address = address
         self.is_lost = False
         is_local = address == "local"
@@ -117,6 +121,7 @@ class Cluster:
             LostClusterError: naming the process of a local cluster that ended, and how, or why the other one does not
                 answer.
         """
+        self._look_for_spilling()
         for name, process in self._services.items():
             code = process.poll()
             if code is not None:
@@ -146,15 +151,21 @@ class Cluster:
             keeps_logs: leave the files of a local one, whose logs an error names.
         """
         atexit.unregister(self.stop)
+        self._look_for_spilling()
         ray.shutdown()
         if self._watchdog is not None:
             self._watchdog.dismiss(keeps_logs=keeps_logs)
+
+    def _look_for_spilling(self) -> None:
+        if self._spilling is not None and self._spilling.look():
+            self._spilling = None
 
     def _start(self, options: dict[str, Any]) -> None:
         given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
         with raised_as(partial(self._describe_start, given)):
             self._watchdog = Watchdog(options["_temp_dir"])
             ray.init(address="local", **options)
+            self._spilling = SpillCheck(self._watchdog.find_sessions(), options["object_store_memory"])
 
     def _describe_start(self, given: Mapping[str, Any], error: BaseException) -> PoolError:
         """Says why Ray's start, which raises errors of many kinds, failed."""

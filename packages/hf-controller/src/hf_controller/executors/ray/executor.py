@@ -32,6 +32,7 @@ from hf_controller.groups.dispatch import Call
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import WorkerGroup
+from hf_controller.local_start import choose_store_bytes
 from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_protocols import ConfigError, MethodSpec, PoolError
@@ -41,8 +42,6 @@ __all__ = ["RayExecutor"]
 
 _PATIENCE_S = 1e7
 """Of a rank for its inputs: the controller has the deadline, and may stand still."""
-_MIN_STORE_BYTES = 75 * 2**20
-"""Ray's own bound."""
 
 
 class RayExecutor(Executor):
@@ -52,7 +51,8 @@ class RayExecutor(Executor):
         address: `"local"` starts a cluster and ignores `RAY_ADDRESS`; anything else joins that cluster.
         num_cpus: slots of CPU pools that the local cluster offers, however many cores there are; None: one per
             core that this process may use.
-        object_store_bytes: shared memory of the local cluster, reserved as it is used.
+        object_store_bytes: shared memory of the local cluster, taken as it is used; None: 30 % of the memory that
+            this process may use, see `hf_controller.choose_store_bytes`.
         start_timeout_s: deadline of placing a pool and constructing its workers.
         call_timeout_s: deadline of a call, from the moment at which nothing before it is left to wait for. A call that
             misses it ends its group. Naming the ranks that do not move takes up to 25 s more.
@@ -70,7 +70,7 @@ class RayExecutor(Executor):
         *,
         address: str = "local",
         num_cpus: int | None = None,
-        object_store_bytes: int = 512 * 2**20,
+        object_store_bytes: int | None = None,
         start_timeout_s: float = 120.0,
         call_timeout_s: float = 600.0,
         deadlines: Mapping[str, Deadline] | None = None,
@@ -88,7 +88,13 @@ class RayExecutor(Executor):
         check_kind(ConfigError, "address", address, str, '"local", "auto" or the address of a cluster')
         if num_cpus is not None:
             check_count(ConfigError, "num_cpus", num_cpus)
-        check_count(ConfigError, "object_store_bytes", object_store_bytes, least=_MIN_STORE_BYTES)
+        if address == "local":
+            object_store_bytes = choose_store_bytes(object_store_bytes)
+        elif object_store_bytes is not None:
+            raise ConfigError(
+                f"object_store_bytes={show(object_store_bytes)}: address={show(address)} is a cluster with its own. "
+                "Leave it out, or set it with `ray start --object-store-memory`"
+            )
         self.call_timeout_s = call_timeout_s
         # Ray would wait for a cluster that is lost.
         self.trace = Trace(lambda handles: {} if self._cluster.is_lost else take_ready(handles))
