@@ -19,7 +19,7 @@ import torch
 import transformers
 from soak_faults import Fault, arm
 
-import hf_algorithms.run  # noqa: F401 - a fork finds it imported
+import hf_algorithms.run.loop  # noqa: F401 - a fork finds it imported
 import hf_engine.backends.fsdp
 import hf_engine.backends.transformers  # noqa: F401 - a fork finds it imported
 from hf_algorithms import cli

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_algorithms.config import RunConfig
-from hf_algorithms.restarts import Restarts
+from hf_algorithms.run.restarts import Restarts
 from hf_controller import LostClusterError, RemoteCallError
 from hf_protocols import (
     BackendError,
