@@ -22,12 +22,12 @@ from unittest import mock
 
 import torch
 
-from hf_algorithms import run as run_module
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import write_addition_data
-from hf_algorithms.placement import plan_dataflow
+from hf_algorithms.preflight.placement import plan_dataflow
 from hf_algorithms.recipes import RECIPES
-from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run import loop as run_module
+from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import MappingPlan
 
 ROOT = Path(__file__).resolve().parents[1]

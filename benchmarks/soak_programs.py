@@ -19,7 +19,9 @@ import torch
 import transformers
 from soak_faults import Fault, arm
 
-import hf_algorithms.run  # noqa: F401 - a fork finds it imported
+import hf_algorithms.run.loop  # noqa: F401 - a fork finds it imported
+import hf_engine.rollout.transformers
+import hf_engine.training.fsdp  # noqa: F401 - a fork finds it imported
 from hf_algorithms import cli
 
 __all__ = ["NOTE", "Ended", "run_program"]

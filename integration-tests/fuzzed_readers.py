@@ -160,8 +160,8 @@ def _serve(*addresses: str) -> Callable[[Path], object]:
 def _watch(folder: Path) -> object:
     from rich.console import Console
 
+    from hf_algorithms.commands.watch import print_run
     from hf_algorithms.report.live import open_runs
-    from hf_algorithms.watch_command import print_run
 
     (run,) = open_runs([folder / "run"])
     file = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a terminal

@@ -12,7 +12,7 @@ import torch
 
 from hf_algorithms.config import load_config, parse_config
 from hf_algorithms.data import load_rows
-from hf_algorithms.placement import check_rollout_options
+from hf_algorithms.preflight.placement import check_rollout_options
 from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions, load_function
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
 from hf_engine import fsdp_layout, load_rollout_backend, load_train_backend, replicated_layout

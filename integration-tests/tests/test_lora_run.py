@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hf_algorithms.config import load_config
 from hf_algorithms.data import load_rows
 from hf_algorithms.dataflow import derive_dataflow
-from hf_algorithms.preflight import check_run
+from hf_algorithms.preflight.checks import check_run
 from hf_engine import (
     HybridEngine,
     LoraConfig,

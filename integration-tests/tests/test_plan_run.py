@@ -14,8 +14,8 @@ import pytest
 
 import hf_engine
 from hf_algorithms import load_config
-from hf_algorithms.inputs import load_inputs
-from hf_algorithms.placement import plan_dataflow
+from hf_algorithms.preflight.inputs import load_inputs
+from hf_algorithms.preflight.placement import plan_dataflow
 from hf_engine import load_rollout_backend
 from hf_engine.training import offload
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow

@@ -15,13 +15,13 @@ import torch
 from algorithm_agreement import build_plan
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig
 
-from hf_algorithms.confidence import compute_wilson_interval
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import load_rows
-from hf_algorithms.inputs import load_row_sets
-from hf_algorithms.run import run_training
-from hf_algorithms.run_directory import RunDirectory
-from hf_algorithms.supervised import check_supervised, run_supervised
+from hf_algorithms.evaluation.confidence import compute_wilson_interval
+from hf_algorithms.preflight.inputs import load_row_sets
+from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run.loop import run_training
+from hf_algorithms.run.supervised import check_supervised, run_supervised
 from hf_algorithms.trackers import MetricsHook
 from hf_protocols import ConfigError, HybridFlowError, MappingPlan
 from small_runs import Outcome, read_metrics, without_times

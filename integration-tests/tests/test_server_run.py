@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_algorithms.config import load_config
-from hf_algorithms.inputs import load_inputs
+from hf_algorithms.preflight.inputs import load_inputs
 from hf_engine import SamplingParams
 from hf_engine.rollout.server._connection import ServerConnection
 from hf_engine.rollout.server._dialect import Sample

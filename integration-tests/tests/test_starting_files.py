@@ -9,7 +9,7 @@ import pytest
 
 from hf_algorithms.config import load_config
 from hf_algorithms.data import load_rows
-from hf_algorithms.initial_model import build_initial_model
+from hf_algorithms.models.initial_model import build_initial_model
 from small_runs import Outcome, read_metrics
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from hf_algorithms.config import parse_config
-from hf_algorithms.placement import check_rollout_options
+from hf_algorithms.preflight.placement import check_rollout_options
 from small_runs import SMALL_RUN, read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]

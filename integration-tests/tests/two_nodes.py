@@ -19,13 +19,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from forked_workers import forked_workers
-from hf_algorithms import run, wiring
+from hf_algorithms.commands.quickstart import prepare_quickstart
 from hf_algorithms.config import Config, parse_config
-from hf_algorithms.quickstart import prepare_quickstart
 from hf_algorithms.recipes import RECIPES, StepContext
 from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
-from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run import loop, wiring
+from hf_algorithms.run.directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
 from hf_controller.data.columns import find_columns
 from hf_protocols import (
@@ -281,7 +281,7 @@ def count(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
     wiring.Roles = RecordingRoles  # type: ignore[misc]
     roles = tuple(dataclasses.replace(role, worker=counting(role.load_worker(), log)) for role in PPO.roles)
     RECIPES["ppo"] = dataclasses.replace(PPO, roles=roles, step=recorded_step)
-    summary = run.run_training(config, directory, plan=spread_plan())
+    summary = loop.run_training(config, directory, plan=spread_plan())
     assert summary["iterations"] == len(expected) == 4
     print("moved", compare(log, expected, directory.path / "trace.json"), flush=True)
 
@@ -298,7 +298,7 @@ def lose(cluster: Cluster, config: Config, directory: RunDirectory) -> None:
 
     RECIPES["ppo"] = dataclasses.replace(PPO, step=cut_step)
     try:
-        run.run_training(config, directory, plan=spread_plan())
+        loop.run_training(config, directory, plan=spread_plan())
     except WorkerError as error:
         print("lost", json.dumps([type(error).__name__, str(error)]), flush=True)
 

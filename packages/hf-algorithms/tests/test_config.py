@@ -13,7 +13,7 @@ import pytest
 
 import hf_algorithms
 from hf_algorithms.config import Config, config_keys, format_commented, format_toml, load_config, parse_config
-from hf_algorithms.placement import check_rollout_options
+from hf_algorithms.preflight.placement import check_rollout_options
 from hf_algorithms.recipes import RECIPES
 from hf_protocols import ConfigError
 
@@ -249,7 +249,7 @@ def test_a_backend_that_checks_no_options_is_taken_at_its_word(monkeypatch: pyte
         @classmethod
         def build(cls, model: str, *, topology: object, seed: int = 0, cache_bytes: int = 1) -> None: ...
 
-    monkeypatch.setattr("hf_algorithms.placement.load_rollout_backend", lambda name: Elsewhere)
+    monkeypatch.setattr("hf_algorithms.preflight.placement.load_rollout_backend", lambda name: Elsewhere)
     check_rollout_options(parse_config({**MINIMAL, "rollout": {"options": {"cache_bytes": 0}}}).rollout)
 
 

@@ -17,8 +17,8 @@ from chat_tokenizers import build_chat_tokenizer
 from hf_algorithms.cli import cli
 from hf_algorithms.config import ModelConfig, load_config
 from hf_algorithms.data import build_character_tokenizer, load_rows
-from hf_algorithms.initial_model import build_initial_model
-from hf_algorithms.inputs import load_inputs
+from hf_algorithms.models.initial_model import build_initial_model
+from hf_algorithms.preflight.inputs import load_inputs
 from hf_protocols.errors import ConfigError, DataError, ModelError
 from hf_protocols.toml import format_toml_value
 

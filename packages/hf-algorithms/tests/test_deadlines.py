@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_algorithms.config import parse_config
-from hf_algorithms.deadlines import evaluation_deadline, list_deadlines
+from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
 from hf_protocols import ConfigError
 
 BODY = {"data": {"train": "rows.jsonl"}}

@@ -7,7 +7,7 @@ import time
 import pytest
 from rich.console import Console
 
-from hf_algorithms.display import RunDisplay
+from hf_algorithms.run.display import RunDisplay
 
 METRICS = {"reward/mean": 0.5, "kl_sequence/k3": 0.0312, "perf/tokens_per_s": 3214.4, "actor/policy_loss": 1.0}
 

@@ -8,8 +8,8 @@ import sys
 
 from rich.console import Console
 
-from hf_algorithms import doctor
-from hf_algorithms.doctor import Check, collect_checks, format_checks, render_checks
+from hf_algorithms.commands import doctor
+from hf_algorithms.commands.doctor import Check, collect_checks, format_checks, render_checks
 from hf_protocols import BackendUnavailableError, MachineLimits
 
 
@@ -106,7 +106,8 @@ def test_words_are_printed_as_they_are():
 
 def test_importing_the_doctor_loads_nothing_heavy():
     code = (
-        "import hf_algorithms.doctor, sys; print(sorted({'torch', 'ray', 'transformers', 'psutil'} & set(sys.modules)))"
+        "import hf_algorithms.commands.doctor, sys\n"
+        "print(sorted({'torch', 'ray', 'transformers', 'psutil'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "[]"

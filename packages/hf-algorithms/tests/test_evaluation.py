@@ -10,7 +10,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms.evaluation import evaluate, evaluate_with_samples, measure_divergence
+from hf_algorithms.evaluation.validation import evaluate, evaluate_with_samples, measure_divergence
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from hf_algorithms import initial_model
 from hf_algorithms.config import ModelConfig
 from hf_algorithms.data import Row, build_character_tokenizer
-from hf_algorithms.initial_model import build_initial_model
+from hf_algorithms.models import initial_model
+from hf_algorithms.models.initial_model import build_initial_model
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.testing import write_tiny_model
 from hf_protocols import BackendError, ConfigError

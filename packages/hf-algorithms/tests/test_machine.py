@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_algorithms import machine
 from hf_algorithms.config import parse_config
-from hf_algorithms.machine import check_machine
+from hf_algorithms.preflight import machine
+from hf_algorithms.preflight.machine import check_machine
 from hf_algorithms.rewards import _http
 from hf_protocols import ConfigError, MachinePlan, MappingPlan, PoolPlan
 

@@ -8,8 +8,8 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
-from hf_algorithms.confidence import compute_mean_interval, compute_wilson_interval
-from hf_algorithms.metric_summary import compute_pass_at_k, summarize_scores
+from hf_algorithms.evaluation.confidence import compute_mean_interval, compute_wilson_interval
+from hf_algorithms.evaluation.metric_summary import compute_pass_at_k, summarize_scores
 from hf_protocols import ConfigError
 
 

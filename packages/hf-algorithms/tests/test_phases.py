@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms.phases import measure_phases
+from hf_algorithms.run.phases import measure_phases
 from hf_algorithms.workers import ActorWorker, AdvantageWorker, RewardWorker
 from hf_controller import Span, TracingExecutor
 from hf_controller.trace import SubSpan

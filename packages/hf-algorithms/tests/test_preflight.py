@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms import placement
+from hf_algorithms.commands.quickstart import prepare_quickstart
 from hf_algorithms.config import Config, WarmStartConfig, parse_config
 from hf_algorithms.data import TextBlocks
-from hf_algorithms.inputs import RunInputs, load_inputs
-from hf_algorithms.placement import check_batches, check_plan
-from hf_algorithms.preflight import check_run
-from hf_algorithms.quickstart import prepare_quickstart
+from hf_algorithms.preflight import placement
+from hf_algorithms.preflight.checks import check_run
+from hf_algorithms.preflight.inputs import RunInputs, load_inputs
+from hf_algorithms.preflight.placement import check_batches, check_plan
+from hf_algorithms.preflight.walk import walk_calls
 from hf_algorithms.recipes import Role
-from hf_algorithms.run_directory import RunDirectory
-from hf_algorithms.walk import walk_calls
-from hf_algorithms.wiring import build_roles, build_sampling
+from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_controller import TracingExecutor, Worker
 from hf_protocols import (
     THREE_D_ALL_MICRO_DP,
@@ -165,7 +165,7 @@ def test_evaluations_have_a_row_for_every_rank(
 def test_sizes_that_contradict_are_named_by_their_keys(
     build: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("hf_algorithms.preflight.plan_placement", lambda *given, **options: plan_of(2))
+    monkeypatch.setattr("hf_algorithms.preflight.checks.plan_placement", lambda *given, **options: plan_of(2))
     error = refusal(build(**changes))
     assert isinstance(error, ConfigError)
     assert str(error).startswith(message)
@@ -303,7 +303,7 @@ def test_a_set_that_stands_in_for_another_is_named_once(build: Callable[..., Con
 
 
 def test_the_context_of_an_engine_is_its_own(build: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_algorithms.preflight.check_rollout_options", lambda rollout: None)
+    monkeypatch.setattr("hf_algorithms.preflight.checks.check_rollout_options", lambda rollout: None)
     error = str(refusal(build(rollout={"options": {"max_positions": 8}})))
     assert "above rollout.options.max_positions = 8" in error
     assert "Raise rollout.options.max_positions to at least 12" in error
@@ -443,7 +443,7 @@ def quickstart() -> Iterator[tuple[Config, RunInputs]]:
 
 @pytest.mark.parametrize("ranks", range(1, 33))
 def test_a_quickstart_of_any_ranks_can_run(quickstart: tuple[Config, RunInputs], ranks: int) -> None:
-    from hf_algorithms.budgets import check_calls
+    from hf_algorithms.preflight.budgets import check_calls
 
     config, inputs = quickstart
     executor = "ray" if ranks > 1 else "in_process"

@@ -7,7 +7,7 @@ import time
 
 import psutil
 
-from hf_algorithms.process_tree import MemoryMeter
+from hf_algorithms.run.process_tree import MemoryMeter
 
 SIZE = 96 << 20
 # A grandchild holds the memory: children of children count.

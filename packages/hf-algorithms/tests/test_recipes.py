@@ -17,7 +17,7 @@ from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.losses import Aggregation, Clip, PolicyLoss, count_group_tokens
 from hf_algorithms.recipes import RECIPES, PPOConfig, StepContext, mini_batch_rows
 from hf_algorithms.roles import Roles
-from hf_algorithms.warm_start import WarmStartError, warm_start
+from hf_algorithms.run.warm_start import WarmStartError, warm_start
 from hf_controller import TracingExecutor
 from hf_engine import SamplingParams
 from hf_protocols import BatchError, ConfigError, Dataflow

@@ -106,7 +106,7 @@ def _events(iterations):
 
 
 def write_run(directory, *, iterations=120, long=False):
-    """A run as run.py leaves it, with numbers that look like one."""
+    """A run as run/loop.py leaves it, with numbers that look like one."""
     draw = random.Random(0)
     lines = []
     for i in range(1, iterations + 1):

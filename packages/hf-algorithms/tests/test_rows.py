@@ -7,7 +7,7 @@ import pytest
 
 from hf_algorithms.config import DataConfig
 from hf_algorithms.data import Row, load_rows, write_rows
-from hf_algorithms.inputs import load_row_sets
+from hf_algorithms.preflight.inputs import load_row_sets
 from hf_protocols.errors import DataError
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms import run
 from hf_algorithms.config import parse_config
-from hf_algorithms.deadlines import list_deadlines
-from hf_algorithms.step_metrics import describe_unscorable
+from hf_algorithms.run import loop
+from hf_algorithms.run.deadlines import list_deadlines
+from hf_algorithms.run.step_metrics import describe_unscorable
 from hf_protocols import ConfigError
 
 
@@ -20,11 +20,11 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
 ) -> None:
     """Their constructors load models and engines; a short deadline of calls is not a deadline for that."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(run, "RayExecutor", lambda **options: given.update(options))
+    monkeypatch.setattr(loop, "RayExecutor", lambda **options: given.update(options))
     cluster = {"address": "local", "call_timeout_s": call_timeout_s}
     config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": cluster})
     plan: Any = SimpleNamespace(pools=[SimpleNamespace(num_slots=2), SimpleNamespace(num_slots=1)])
-    run.build_executor(config, plan)
+    loop.build_executor(config, plan)
     assert given == {
         "num_cpus": 3,
         "address": "local",
@@ -37,9 +37,9 @@ def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
 
 def test_the_size_of_the_object_store_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(run, "RayExecutor", lambda **options: given.update(options))
+    monkeypatch.setattr(loop, "RayExecutor", lambda **options: given.update(options))
     config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": {"object_store_bytes": 100 << 20}})
-    run.build_executor(config, SimpleNamespace(pools=[SimpleNamespace(num_slots=2)]))  # type: ignore[arg-type]
+    loop.build_executor(config, SimpleNamespace(pools=[SimpleNamespace(num_slots=2)]))  # type: ignore[arg-type]
     assert given["object_store_bytes"] == 100 << 20
 
 

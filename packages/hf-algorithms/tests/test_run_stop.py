@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from hf_algorithms.config import RunConfig
-from hf_algorithms.run_stop import RunStop
+from hf_algorithms.run.stop import RunStop
 from hf_controller import Terminated
 
 LONG_S = 60.0

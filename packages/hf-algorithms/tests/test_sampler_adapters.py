@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_algorithms.config import load_config
-from hf_algorithms.sampler_adapters import describe_merging, find_sent, takes_adapters
+from hf_algorithms.models.sampler_adapters import describe_merging, find_sent, takes_adapters
 from hf_engine.testing import write_tiny_model
 
 LORA = ["model.lora.rank=4"]

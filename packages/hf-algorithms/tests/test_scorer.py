@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer, load_tokenizer, train_bpe_tokenizer
-from hf_algorithms.initial_model import InitialModel, read_role_model
 from hf_algorithms.jagged import to_jagged
+from hf_algorithms.models.initial_model import InitialModel, read_role_model
 from hf_algorithms.workers import RewardModelWorker
 from hf_controller import WorkerContext
 from hf_engine import TrainConfig

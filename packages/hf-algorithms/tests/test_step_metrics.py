@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_algorithms.recipes import StepError
-from hf_algorithms.step_metrics import average_metrics
+from hf_algorithms.run.step_metrics import average_metrics
 
 
 def pair(*values: float) -> tuple[float, float]:

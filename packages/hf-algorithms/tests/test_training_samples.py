@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from hf_algorithms.data import build_character_tokenizer
 from hf_algorithms.jagged import to_jagged
-from hf_algorithms.training_samples import MOST_BYTES, list_training_samples
+from hf_algorithms.run.training_samples import MOST_BYTES, list_training_samples
 
 
 @pytest.fixture

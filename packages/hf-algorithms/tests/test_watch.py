@@ -18,9 +18,9 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
+from hf_algorithms.commands.watch import watch, watch_run
 from hf_algorithms.report._terminal import draw_run
 from hf_algorithms.report.live import LiveRun, open_runs
-from hf_algorithms.watch_command import watch, watch_run
 
 PROGRAM = Path(sys.executable).with_name("hybridflow")
 

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, Multiplier, ReinforceAdvantage
+    from hf_algorithms.api.training import TrainingResult, dpo, reward_model, sft, train
     from hf_algorithms.config import Config, load_config, parse_config
     from hf_algorithms.dataflow import derive_dataflow
-    from hf_algorithms.exporting import export
-    from hf_algorithms.generation import generate
+    from hf_algorithms.evaluation.generation import generate
+    from hf_algorithms.evaluation.model_evaluation import evaluate
     from hf_algorithms.losses import PolicyLoss, SupervisedLoss, ValueLoss
-    from hf_algorithms.model_evaluation import evaluate
-    from hf_algorithms.python_api import TrainingResult, dpo, reward_model, sft, train
+    from hf_algorithms.models.exporting import export
     from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
-    from hf_algorithms.run import run_training
-    from hf_algorithms.run_directory import RunDirectory
-    from hf_algorithms.supervised import run_supervised
+    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run.loop import run_training
+    from hf_algorithms.run.supervised import run_supervised
 
 __all__ = [
     "GAE",
@@ -60,16 +60,16 @@ _HOMES = {
     "advantages": ("GAE", "GroupAdvantage", "LagrangianAdvantage", "Multiplier", "ReinforceAdvantage"),
     "config": ("Config", "load_config", "parse_config"),
     "dataflow": ("derive_dataflow",),
-    "exporting": ("export",),
-    "generation": ("generate",),
+    "models.exporting": ("export",),
+    "evaluation.generation": ("generate",),
     "losses": ("PolicyLoss", "SupervisedLoss", "ValueLoss"),
-    "model_evaluation": ("evaluate",),
-    "python_api": ("TrainingResult", "dpo", "reward_model", "sft", "train"),
+    "evaluation.model_evaluation": ("evaluate",),
+    "api.training": ("TrainingResult", "dpo", "reward_model", "sft", "train"),
     "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
-    "run": ("run_training",),
-    "run_directory": ("RunDirectory",),
-    "supervised": ("run_supervised",),
+    "run.loop": ("run_training",),
+    "run.directory": ("RunDirectory",),
+    "run.supervised": ("run_supervised",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from hf_algorithms.command_line import (
+from hf_algorithms.commands.command_line import (
     UserPath,
     describe_error,
     exit_codes,
@@ -21,12 +21,12 @@ from hf_algorithms.command_line import (
     print_summary,
     search_path_of,
 )
-from hf_algorithms.data_commands import data
-from hf_algorithms.model_commands import evaluate, export, generate
-from hf_algorithms.replay_command import replay
-from hf_algorithms.serve_command import serve
-from hf_algorithms.training_commands import dpo, reward_model, sft, train
-from hf_algorithms.watch_command import watch
+from hf_algorithms.commands.data import data
+from hf_algorithms.commands.models import evaluate, export, generate
+from hf_algorithms.commands.replay import replay
+from hf_algorithms.commands.serve import serve
+from hf_algorithms.commands.training import dpo, reward_model, sft, train
+from hf_algorithms.commands.watch import watch
 from hf_controller.signals import after_imports
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 
@@ -50,9 +50,9 @@ def cli() -> None:
 @click.option("--rollout", default="transformers", show_default=True, help="Backend that generates: rollout.backend.")
 def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: str) -> None:
     """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""
-    from hf_algorithms.quickstart import check_quickstart, prepare_quickstart
-    from hf_algorithms.run import run_training
-    from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.commands.quickstart import check_quickstart, prepare_quickstart
+    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run.loop import run_training
 
     directory = RunDirectory(output, overwrite=True)
     prepare = partial(prepare_quickstart, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)
@@ -72,14 +72,14 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     import tempfile
 
     from hf_algorithms.config import load_config
-    from hf_algorithms.display import build_console
-    from hf_algorithms.placement import require_mapper
-    from hf_algorithms.preflight import check_run
+    from hf_algorithms.models.role_models import describe_generic_shapes
+    from hf_algorithms.models.sampler_adapters import describe_merging
+    from hf_algorithms.preflight.checks import check_run
+    from hf_algorithms.preflight.placement import require_mapper
     from hf_algorithms.recipes import SupervisedRecipe
     from hf_algorithms.rewards import describe_logs
-    from hf_algorithms.role_models import describe_generic_shapes
-    from hf_algorithms.sampler_adapters import describe_merging
-    from hf_algorithms.supervised import check_supervised
+    from hf_algorithms.run.display import build_console
+    from hf_algorithms.run.supervised import check_supervised
 
     require_mapper()
     from hf_mapper import render_plan
@@ -148,8 +148,8 @@ def algorithms(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(as_json: bool) -> None:
     """Show versions, devices, memory and which backends are there."""
-    from hf_algorithms.display import build_console
-    from hf_algorithms.doctor import collect_checks, format_checks, render_checks
+    from hf_algorithms.commands.doctor import collect_checks, format_checks, render_checks
+    from hf_algorithms.run.display import build_console
 
     checks = collect_checks()
     if as_json:
@@ -175,8 +175,8 @@ def trace(run: Path, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from hf_algorithms.display import build_console
     from hf_algorithms.report import load_breakdown, render_breakdown
+    from hf_algorithms.run.display import build_console
 
     breakdown = load_breakdown(run)
     if as_json:

@@ -2,7 +2,7 @@
 
 `commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `cadence`
 says when, `saver` commits a run that goes on, in the thread of a `pending` step, and `resume` reads one. Tensors belong
-to the workers, files that grow to `run_directory`.
+to the workers, files that grow to `run.directory`.
 """
 
 from __future__ import annotations

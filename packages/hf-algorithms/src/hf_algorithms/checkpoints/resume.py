@@ -16,7 +16,7 @@ from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program
 from hf_algorithms.checkpoints.saver import list_trained
 from hf_algorithms.config import DeadlinesConfig
-from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
 from hf_protocols.arguments import show
 

@@ -24,15 +24,15 @@ from hf_algorithms.checkpoints.commit import (
 )
 from hf_algorithms.checkpoints.pending import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
-from hf_algorithms.run_directory import RunDirectoryError
-from hf_algorithms.run_summary import versions
+from hf_algorithms.run.directory import RunDirectoryError
+from hf_algorithms.run.summary import versions
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
     from hf_algorithms.config import RunConfig
     from hf_algorithms.roles import Roles
-    from hf_algorithms.run_directory import RunDirectory
-    from hf_algorithms.run_summary import RunSummary
+    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run.summary import RunSummary
     from hf_controller import WorkerGroup
 
 __all__ = ["Checkpoints", "list_trained"]

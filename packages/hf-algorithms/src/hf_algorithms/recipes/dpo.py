@@ -84,8 +84,8 @@ def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: DPOConfig)
     The margin is beta times the difference of the two responses' log-ratios to the reference. A pair without one counts
     as half a right one, so that the starting model has 0.5.
     """
-    from hf_algorithms.confidence import compute_wilson_interval
-    from hf_algorithms.evaluation import call_on_rows
+    from hf_algorithms.evaluation.confidence import compute_wilson_interval
+    from hf_algorithms.evaluation.validation import call_on_rows
     from hf_algorithms.losses import label_pairs
 
     found = pairs.union(call_on_rows(roles.actor, "compute_logprobs", pairs, pairs.num_rows))

@@ -94,8 +94,8 @@ def build_dataset(
     config: Config,
 ) -> AnswerDataset | LearnedBlocks:
     """Returns the rows as token ids; see `AnswerDataset`, and `LearnedBlocks` for texts."""
-    from hf_algorithms.budgets import find_block_tokens
     from hf_algorithms.data import AnswerDataset, LearnedBlocks
+    from hf_algorithms.preflight.budgets import find_block_tokens
 
     data = config.data
     if rows.files[0].columns.kind == "texts":
@@ -112,7 +112,7 @@ def build_dataset(
 
 def evaluate(roles: Roles, rows: BatchFuture, num_rows: int, config: SFTConfig) -> dict[str, float]:
     """Returns the mean of -log-prob over the trained tokens of all rows, and its exponential, the perplexity."""
-    from hf_algorithms.evaluation import call_on_rows
+    from hf_algorithms.evaluation.validation import call_on_rows
 
     del config
     found = rows.union(call_on_rows(roles.actor, "compute_logprobs", rows, num_rows))

@@ -9,10 +9,10 @@ from itertools import islice, pairwise
 from rich.cells import set_cell_size
 from rich.text import Text
 
-from hf_algorithms.display import draw_sparkline
 from hf_algorithms.report._files import parse_settings
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report.live import LiveRun
+from hf_algorithms.run.display import draw_sparkline
 from hf_protocols.drawing import format_duration, format_number
 
 __all__ = ["draw_run"]

@@ -26,7 +26,7 @@ from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.run_directory import RunDirectory
+    from hf_algorithms.run.directory import RunDirectory
 
 __all__ = ["MetricsHook", "Tracking", "prepare_tracking"]
 

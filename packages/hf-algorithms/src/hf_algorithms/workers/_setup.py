@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.initial_model import InitialModel
+    from hf_algorithms.models.initial_model import InitialModel
     from hf_engine import LoraConfig
     from hf_protocols import ModelPlan
 

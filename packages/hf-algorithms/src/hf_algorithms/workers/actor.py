@@ -9,8 +9,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
+from hf_algorithms.models.sampler_adapters import takes_adapters
 from hf_algorithms.replay import Recorder, record_call
-from hf_algorithms.sampler_adapters import takes_adapters
 from hf_algorithms.workers._adapter_probe import probe_adapters
 from hf_algorithms.workers._model import SEQUENCE, Metrics, on_device
 from hf_algorithms.workers._prompts import ALL_TO_REPLICAS, PromptReader, split_prompts

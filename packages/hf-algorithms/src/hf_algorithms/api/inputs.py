@@ -1,0 +1,307 @@
+"""Rows, functions and sections that a program or a notebook passes in place of files.
+
+They become what a file would say. Rows and functions of a run are written next to its directory, in `OUTPUT.inputs`, so
+that its `config.toml` runs again; those of `generate` and `evaluate` into a folder that goes when they return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from os import PathLike, fspath
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeGuard
+
+from hf_algorithms.api.value_names import rewording
+from hf_algorithms.users_code import pickle_with_module
+from hf_protocols.arguments import show
+from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.foreign_code import Caught
+
+__all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "check_name", "temporary_inputs"]
+
+NAME = re.compile(r"[\w.-]+")
+"""Names of sets and metrics."""
+
+HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
+"""Functions of this process that cannot be pickled, by the name that the configuration has for them."""
+_SETS = ("train", "validation", "test")
+_DATA = "data"
+"""Name of rows that are passed without one."""
+_COLUMNS = ("prompt", "messages", "question", "answer", "chosen", "rejected", "text")
+"""Names that are columns of a mapping of columns to lists, rather than names of sets."""
+_LOADER = '''"""Loads a function that was passed from a program."""
+
+from pathlib import Path
+
+import cloudpickle
+
+function = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+'''
+
+
+class InputFolder:
+    """Files of one run's inputs.
+
+    Args:
+        path: the folder; it is made where something is written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._missing = [each for each in (path, *path.parents) if not each.exists()]
+        self._held: list[str] = []
+
+    def close(self, *, is_used: bool) -> None:
+        """Lets go of functions that this process holds, and removes the folder of a run that was refused.
+
+        Args:
+            is_used: the run began; or else the folder goes, unless an earlier run has left it.
+        """
+        for key in self._held:
+            del HELD_FUNCTIONS[key]
+        if not is_used and self.path in self._missing:
+            shutil.rmtree(self.path, ignore_errors=True)
+            for folder in self._missing[1:]:
+                with suppress(OSError):
+                    folder.rmdir()
+
+    @property
+    def holds_functions(self) -> bool:
+        """True if this process holds a function that cannot be pickled, so that no other process can call it."""
+        return bool(self._held)
+
+    def name_data(self, dataset: Any, *, text_column: str | None = None) -> dict[str, Any]:
+        """Returns keys of `[data]` for what was passed as a data set.
+
+        Args:
+            dataset: a path, a hub name, or rows: a list of mappings, or a `datasets.Dataset`. Or a mapping of
+                `train`, `validation` and `test` to any of these, as a `datasets.DatasetDict` is.
+            text_column: column of a row that is a text alone; None: such rows are refused.
+
+        Raises:
+            ConfigError: for something else, such as a generator, which can be read once.
+            DataError: for a row that is not a mapping, or that JSON cannot hold.
+        """
+        if not isinstance(dataset, Mapping):
+            return {"train": self.name_rows(dataset, "train", text_column=text_column)}
+        unknown = [name for name in dataset if name not in _SETS]
+        if unknown or "train" not in dataset:
+            raise ConfigError(
+                f"dataset: a mapping with the keys {', '.join(map(str, dataset)) or 'none'}. Pass rows as a list, or "
+                f"a mapping of train, and of {' and '.join(_SETS[1:])} if you have them"
+            )
+        return {name: self.name_rows(rows, name, text_column=text_column) for name, rows in dataset.items()}
+
+    def name_reward(self, reward: Any, *, is_in_process: bool) -> dict[str, Any]:
+        """Returns keys of `[reward]` for what was passed as a reward.
+
+        Args:
+            reward: a function, or `module:function`, `file.py:function` or a URL; or several of them in a list or by
+                name, whose sum counts.
+            is_in_process: a function that cannot be pickled may run in this process.
+
+        Raises:
+            ConfigError: for a function that cannot be pickled, where workers are other processes.
+        """
+        if isinstance(reward, str) or callable(reward):
+            name, holds = self._name_function(reward, "reward", kind="reward", is_in_process=is_in_process)
+            return {"function": name} | ({"processes": 0} if holds else {})
+        given = reward
+        if isinstance(reward, Sequence):
+            reward = _name_each(reward)
+        if not isinstance(reward, Mapping) or not reward:
+            what = "is empty" if reward in ({}, []) else "is not a function"
+            raise ConfigError(f"reward = {show(given)}: {what}. Pass a function, its name, or a list of these")
+        named = {
+            key: self._name_function(each, key, kind="reward", is_in_process=is_in_process)
+            for key, each in reward.items()
+        }
+        keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
+        return keys | ({"processes": 0} if any(holds for _, holds in named.values()) else {})
+
+    def name_sets(self, data: Any) -> Any:
+        """Returns the sets of an evaluation as paths, for what was passed as its data.
+
+        Args:
+            data: rows, which become the set `data`; a mapping of names to rows or paths; or paths, which stay as they
+                are, in a list too.
+
+        Raises:
+            ConfigError, DataError: as `name_data` does.
+        """
+        if isinstance(data, Mapping):
+            columns = [str(name) for name, rows in data.items() if str(name) in _COLUMNS and not _has_rows(rows)]
+            if columns or not data:
+                what = f"a mapping of the columns {', '.join(columns)}" if columns else "an empty mapping"
+                raise ConfigError(
+                    f"data: is {what}. Pass rows as a list of mappings, or a mapping of set names to rows"
+                )
+            for name in data:
+                check_name(str(name), f"data {name!r}")
+            return {
+                name: self.name_rows(rows, str(name), label=f"data {name!r}", text_column="prompt")
+                for name, rows in data.items()
+            }
+        paths = data if isinstance(data, list | tuple) else [data]
+        if data is None or (paths and all(map(_is_path, paths))):
+            return data
+        return {_DATA: self.name_rows(data, _DATA, label=_DATA, text_column="prompt")}
+
+    def name_metrics(self, metrics: Any) -> dict[str, str] | list[str]:
+        """Returns metric functions as a configuration names them; names alone stay a list.
+
+        Args:
+            metrics: a function or its name; or several in a list, or by the name of the metric.
+
+        Raises:
+            ConfigError: for something that is neither.
+        """
+        if isinstance(metrics, str) or callable(metrics):
+            metrics = [metrics]
+        if isinstance(metrics, Sequence):
+            if all(isinstance(each, str) for each in metrics):
+                return list(metrics)
+            metrics = _name_each(metrics)
+        if not isinstance(metrics, Mapping):
+            raise ConfigError(f"metrics = {show(metrics)}: is not a function. Pass one, its name, or a list of these")
+        return {
+            str(name): self._name_function(each, str(name), kind="metric", is_in_process=True)[0]
+            for name, each in metrics.items()
+        }
+
+    def name_rows(self, rows: Any, name: str, *, label: str = "", text_column: str | None = None) -> str:
+        """Returns the path of rows, which are written unless they are a path.
+
+        Args:
+            rows: a path, a hub name, or rows as for `name_data`.
+            name: of the data set.
+            label: beginning of messages; by default the data set by its name.
+            text_column: as for `name_data`.
+
+        Raises:
+            ConfigError, DataError: as `name_data` does.
+        """
+        if _is_path(rows):
+            return fspath(rows)
+        label = label or f"dataset {name!r}"
+        if not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
+            raise ConfigError(
+                f"{label}: is of type {type(rows).__name__}, which has no length, and rows are read more than once. "
+                "Pass list(...) of it, or a path"
+            )
+        if not len(rows):
+            raise DataError(f"{label}: is empty. Pass at least one row")
+        file = self.path / f"{name}.jsonl"
+        self.path.mkdir(parents=True, exist_ok=True)
+        with file.open("w", encoding="utf-8") as lines:
+            for number, row in enumerate(rows, start=1):
+                lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
+        return str(file)
+
+    def _name_function(self, function: Any, name: str, *, kind: str, is_in_process: bool) -> tuple[str, bool]:
+        """The function as a configuration names it; and whether this process holds it."""
+        if isinstance(function, str):
+            return function, False
+        if not callable(function):
+            raise ConfigError(f"{kind} {name!r} = {show(function)}: is not a function. Pass one, or its name")
+        stem = "".join(each if each.isalnum() else "_" for each in name)
+        with Caught() as caught:  # pickling calls a user's code
+            pickled = pickle_with_module(function, function)
+        if caught.error is not None:
+            if not is_in_process:
+                raise ConfigError(
+                    f"{kind} {name!r}: cannot be pickled for workers on Ray ({type(caught.error).__name__}: "
+                    f"{caught.error}). Define it in a module, or set run.executor to 'in_process'"
+                ) from caught.error
+            key = f"{stem}_{len(HELD_FUNCTIONS)}"
+            HELD_FUNCTIONS[key] = function
+            self._held.append(key)
+            return f"{__name__}:{key}", True
+        self.path.mkdir(parents=True, exist_ok=True)
+        file = self.path / f"passed_{stem}.py"
+        file.with_suffix(".pkl").write_bytes(pickled)
+        digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
+        file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
+        return f"{file}:function", False
+
+
+def check_name(name: str, label: str) -> str:
+    """Returns the name of a set or a metric, which is part of a file's name.
+
+    Raises:
+        ConfigError: for one with other characters, such as those of a path.
+    """
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f"{label}: the name {show(name)} must consist of letters, digits, hyphens, dots and underscores"
+        )
+    return name
+
+
+@contextmanager
+def temporary_inputs() -> Iterator[InputFolder]:
+    """Yields a folder that goes with its inputs when the block ends; errors name what was passed, not its files."""
+    with TemporaryDirectory(prefix="hybridflow-") as folder:
+        inputs = InputFolder(Path(folder))
+        file = re.compile(rf"{re.escape(folder)}/(?:passed_)?([\w.-]+)\.\w+(:function)?")
+        try:
+            with rewording(lambda text: file.sub(r"\1", text)):
+                yield inputs
+        finally:
+            inputs.close(is_used=True)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HELD_FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return HELD_FUNCTIONS[name]
+
+
+def _name_each(functions: Sequence[Any]) -> dict[str, Any]:
+    """The functions by their names; a later one of the same name has its number in it."""
+    found: dict[str, Any] = {}
+    for number, function in enumerate(functions, start=1):
+        name = _find_name(function, number)
+        found[f"{name}_{number}" if name in found else name] = function
+    return found
+
+
+def _find_name(function: Any, number: int) -> str:
+    name = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", "")
+    return name if name.isidentifier() else f"function_{number}"
+
+
+def _is_path(data: Any) -> TypeGuard[str | PathLike[str]]:
+    return isinstance(data, str | PathLike)
+
+
+def _has_rows(data: Any) -> bool:
+    """True for a path and for rows that are mappings, which a column has not."""
+    return _is_path(data) or not isinstance(data, list | tuple) or all(isinstance(each, Mapping) for each in data)
+
+
+def _is_chat(row: Any) -> bool:
+    messages = row if isinstance(row, list | tuple) else []
+    return bool(messages) and all(isinstance(each, Mapping) and "role" in each for each in messages)
+
+
+def _write_row(row: Any, label: str, text_column: str | None) -> str:
+    if isinstance(row, str) and text_column is not None:
+        row = {text_column: row}
+    if _is_chat(row):
+        raise DataError(f'{label}: is a chat alone. Pass it as {{"messages": [...]}}')
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"{label}: is of type {type(row).__name__}, not a mapping of columns to values. Pass a list of mappings, "
+            "such as to_dict('records') of a data frame"
+        )
+    try:
+        return json.dumps(dict(row), ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{label}: {error}. Convert the column to texts, numbers or lists, or leave it out") from None

@@ -1,0 +1,367 @@
+"""Responses of any model to the rows of a file, with any rollout backend."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from hf_algorithms.api.inputs import temporary_inputs
+from hf_algorithms.api.value_names import naming_arguments
+from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
+from hf_algorithms.data import PromptDataset, Rows, TurnFormat, load_tokenizer, open_rows, read_template
+from hf_algorithms.evaluation.responses import build_sampling_of, check_room, draw_responses
+from hf_algorithms.models.initial_model import check_vocabulary, without_progress
+from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
+from hf_algorithms.preflight.placement import check_backend_options
+from hf_protocols import BackendError, ConfigError
+from hf_protocols.arguments import check_count, show
+from hf_protocols.paths import read_path
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_controller import Executor, WorkerGroup
+    from hf_engine import SamplingParams
+    from hf_protocols import ModelShape
+
+__all__ = ["DEFAULT_NEW_TOKENS", "GenerationResult", "Policy", "generate", "read_policy", "read_prompts"]
+
+DEFAULT_NEW_TOKENS = 256
+"""Tokens of a response at most, where the model's context has room for them."""
+_SERVER = "server"
+"""Its servers hold the weights that they were started with: a run's are not there."""
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """The file that `generate` wrote.
+
+    Attributes:
+        output: the file.
+        rows: prompts.
+        responses: to all of them.
+        tokens: of all responses.
+        truncated: responses that the limit of tokens cut.
+    """
+
+    output: Path
+    rows: int
+    responses: int
+    tokens: int
+    truncated: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """A model that was read, and the way to start an engine with it.
+
+    Attributes:
+        turns: how its prompts are written.
+        stop_ids: tokens at which responses end.
+        shape: sizes of the model; its context is `max_positions`.
+        config: of the run that it is from; None for a model alone.
+        source: the model; adapters are merged when the engine starts.
+        backend: name of the rollout backend.
+        options: of its `build`.
+    """
+
+    turns: TurnFormat
+    stop_ids: tuple[int, ...]
+    shape: ModelShape
+    config: Config | None
+    source: ModelSource
+    backend: str
+    options: Mapping[str, Any]
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """Texts at which responses end: the run's."""
+        return () if self.config is None else self.config.rollout.stop
+
+    def choose_new_tokens(self, given: int | None, *data: PromptDataset) -> int:
+        """Returns the limit of a response: the given one, else the run's or 256, or what the prompts leave of it."""
+        if given is not None:
+            return given
+        usual = DEFAULT_NEW_TOKENS if self.config is None else self.config.rollout.max_new_tokens
+        return max(1, min(usual, self.shape.max_positions - max(each.max_prompt_tokens for each in data)))
+
+    def check_room(self, sampling: SamplingParams, *data: PromptDataset) -> None:
+        """Refuses prompts that leave no room for a response in the model's context, or in the engine's cache.
+
+        Raises:
+            ConfigError: naming the row, or the option of the engine.
+        """
+        from hf_engine import ChecksRows, load_rollout_backend
+
+        backend = load_rollout_backend(self.backend)
+        for each in data:
+            check_room(each, context=self.shape.max_positions, max_new_tokens=sampling.max_new_tokens)
+            if not issubclass(backend, ChecksRows):
+                continue
+            tokens = each.max_prompt_tokens + sampling.max_new_tokens
+            try:
+                backend.check_row(self.options, self.shape, tokens=tokens, samples=sampling.n)
+            except BackendError as error:
+                raise ConfigError(f"backend_options.{error}") from None
+
+    @contextmanager
+    def started(self, *, seed: int) -> Iterator[tuple[Executor, WorkerGroup]]:
+        """Yields an executor and a group of one rank that generates."""
+        import torch
+
+        from hf_algorithms.workers.generator import GeneratorWorker
+        from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
+        from hf_protocols import GenerationSpec, ParallelSpec, Topology
+
+        with ExitStack() as stack:
+            with without_progress():
+                path = stack.enter_context(holding_whole_model(self.source))
+            executor = stack.enter_context(InProcessExecutor())
+            spec = WorkerSpec(
+                worker=GeneratorWorker,
+                topology=Topology(ParallelSpec(), GenerationSpec()),
+                kwargs={"model": path, "rollout": self.backend, "rollout_options": dict(self.options)},
+                seed=seed,
+            )
+            pool = ResourcePool([1], device="cuda" if torch.cuda.is_available() else "cpu", name="generation")
+            with without_progress():
+                group = executor.build_groups(pool, {"generator": spec})["generator"]
+            yield executor, group
+
+
+def read_policy(
+    model: str | Path,
+    *,
+    backend: str | None = None,
+    backend_options: Mapping[str, Any] = NO_OPTIONS,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+) -> Policy:
+    """Returns a model that was checked by its files; its weights are not loaded before `Policy.started`.
+
+    Args:
+        model: directory in Hugging Face format, hub name, adapter directory, or directory of a run, whose
+            configuration then has the defaults.
+        backend: name of a `hf_engine.rollout_backends` entry point; None: the run's, else `transformers`.
+        backend_options: more of what its `build` takes.
+        chat_template: file or text; None: the tokenizer's.
+        system_prompt: first message of chats without one.
+
+    Raises:
+        ConfigError: for a model or a backend that cannot be used.
+    """
+    source = find_model_source(model)
+    config = source.load_config()
+    if backend is None:
+        backend, own = _choose_backend(config)
+        backend_options = {**own, **backend_options}
+    try:
+        check_backend_options(backend, backend_options, key="backend", options_key="backend_options")
+    except BackendError as error:  # its kind is of what goes wrong in an engine; nothing has started
+        raise ConfigError(str(error)) from error
+    return _read_policy(
+        source,
+        config,
+        backend=backend,
+        options=backend_options,
+        template=chat_template,
+        system_prompt=system_prompt,
+    )
+
+
+def _choose_backend(config: Config | None) -> tuple[str, Mapping[str, Any]]:
+    if config is None or config.rollout.backend == _SERVER:
+        return "transformers", NO_OPTIONS
+    return config.rollout.backend, config.rollout.options
+
+
+def _read_policy(
+    source: ModelSource,
+    config: Config | None,
+    *,
+    backend: str,
+    options: Mapping[str, Any],
+    template: str | None,
+    system_prompt: str | None,
+) -> Policy:
+    import torch
+
+    from hf_engine import SupportsModelCheck, derive_shape, load_rollout_backend
+    from hf_engine.model_directory import (
+        check_end_tokens,
+        check_model_directory,
+        is_adapter,
+        is_hub_name,
+        read_adapter,
+        read_end_of_sequence_ids,
+        read_model_directory,
+    )
+
+    adapter = read_adapter(source.path, label=source.label) if is_adapter(source.path) else None
+    path = source.path if adapter is None else adapter.base
+    files = read_model_directory(path, label=source.label, needs_weights=not is_hub_name(path))
+    check_model_directory(files, head="lm")
+    check_end_tokens(files)
+    engine = load_rollout_backend(backend)
+    if issubclass(engine, SupportsModelCheck):
+        try:
+            engine.check_model(files, on_cpu=not torch.cuda.is_available())
+        except BackendError as error:
+            raise ConfigError(f"backend = {show(backend)}: {error}") from error
+    tokenizer = load_tokenizer(str(path if adapter is None else adapter.tokenizer), label=source.label)
+    check_vocabulary(tokenizer, files, label=source.label)
+    data = None if config is None else config.data
+    turns = TurnFormat(
+        tokenizer,
+        template=None if template is None else read_template(template),
+        options=None if data is None else data.template_options,
+        system_prompt=system_prompt if system_prompt is not None or data is None else data.system_prompt,
+        label=source.label,
+    )
+    return Policy(
+        turns=turns,
+        stop_ids=turns.list_stop_ids(read_end_of_sequence_ids(files)),
+        shape=derive_shape(files),
+        config=config,
+        source=source,
+        backend=backend,
+        options=options,
+    )
+
+
+def read_prompts(
+    policy: Policy,
+    path: str,
+    *,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    most_rows: int | None = None,
+) -> tuple[Rows, PromptDataset]:
+    """Returns the rows of a file and their prompts as the model's tokens.
+
+    Args:
+        policy: the model.
+        path: a path, a pattern or a hub name.
+        prompt_field: field of the prompt; None: the run's, else found by its name.
+        answer_field: of the answer, in the same way.
+        most_rows: uses that many from the first; None: all.
+
+    Raises:
+        DataError: for a file that cannot be read, and a prompt without tokens.
+    """
+    data = None if policy.config is None else policy.config.data
+    if data is not None and prompt_field is None and answer_field is None:
+        prompt_field, answer_field = data.prompt_field, data.answer_field
+    rows = open_rows([(read_path("data", path), None)], prompt_field=prompt_field, answer_field=answer_field)
+    if most_rows is not None:
+        check_count(ConfigError, "rows", most_rows)
+        rows = rows.first(most_rows)
+    return rows, PromptDataset(rows, policy.turns.tokenizer, turns=policy.turns, source=f"data = {show(path)}")
+
+
+def generate(
+    model: str | Path,
+    *,
+    data: Any,
+    output: str | Path,
+    backend: str | None = None,
+    backend_options: Mapping[str, Any] = NO_OPTIONS,
+    samples: int = 1,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_p: float = 1.0,
+    seed: int = 0,
+    prompt_field: str | None = None,
+    answer_field: str | None = None,
+    chat_template: str | None = None,
+    system_prompt: str | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> GenerationResult:
+    """Writes responses to every row of a file as JSONL.
+
+    Each line has the row's own columns, `prompt`, `answer` where there is one, and `responses`: a list of objects with
+    `text`, `finish_reason` (`stop` or `length`) and `tokens`. Lines are added to `OUTPUT.part`, which takes its name
+    when all are there: an interruption leaves what was complete.
+
+    Args:
+        model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
+        data: a path, in any format that training reads; or rows: a list of mappings or of prompts, or a
+            `datasets.Dataset`.
+        output: a file that does not exist.
+        backend: name of a rollout backend; by default the run's, else `transformers`.
+        backend_options: more of what the backend's `build` takes.
+        samples: responses to each prompt.
+        max_new_tokens: tokens of a response at most; by default the run's, else 256, or what prompts leave of a
+            smaller context.
+        temperature: 0 takes the likeliest tokens. By default 0 for one response and 1 for several.
+        top_p: draws among the likeliest tokens that together have this probability.
+        seed: of the draws; the same seed draws the same responses, however many rows a file has.
+        prompt_field: field of the prompt; by default the run's, else found by its name.
+        answer_field: field of the answer, in the same way.
+        chat_template: file or text of a chat template; by default the tokenizer's.
+        system_prompt: first message of chats without one; by default the run's.
+        on_progress: called with the rows that are done and all rows.
+
+    Raises:
+        ConfigError, DataError: before anything is generated, for what cannot be used.
+    """
+    file = _check_output(output)
+    with naming_arguments(), temporary_inputs() as inputs:
+        policy = read_policy(
+            model,
+            backend=backend,
+            backend_options=backend_options,
+            chat_template=chat_template,
+            system_prompt=system_prompt,
+        )
+        path = inputs.name_rows(data, "data", label="data", text_column="prompt")
+        rows, prompts = read_prompts(policy, path, prompt_field=prompt_field, answer_field=answer_field)
+        new_tokens = policy.choose_new_tokens(max_new_tokens, prompts)
+        sampling = build_sampling_of(
+            samples=samples,
+            temperature=temperature,
+            top_p=top_p,
+            max_new_tokens=new_tokens,
+            seed=seed,
+            stop_ids=policy.stop_ids,
+            stop_strings=policy.stop_strings,
+        )
+        policy.check_room(sampling, prompts)
+        num_tokens = num_cut = done = 0
+        with policy.started(seed=seed) as (executor, group), writing_lines(file) as write:
+            for indices, responses in draw_responses(executor, group, prompts, sampling, policy.turns):
+                write(_format_row(rows, index, drawn) for index, drawn in zip(indices, responses, strict=True))
+                num_tokens += sum(len(each.token_ids) for drawn in responses for each in drawn)
+                num_cut += sum(each.finish_reason == "length" for drawn in responses for each in drawn)
+                done += len(indices)
+                if on_progress is not None:
+                    on_progress(done, len(prompts))
+    return GenerationResult(output=file, rows=done, responses=done * samples, tokens=num_tokens, truncated=num_cut)
+
+
+def _format_row(rows: Rows, index: int, responses: Any) -> str:
+    row = rows[index]
+    columns = dict(rows.record(index)) | {"prompt": row.prompt}
+    if row.answer is not None:
+        columns.setdefault("answer", row.answer)
+    columns["responses"] = [each.to_dict() for each in responses]
+    return json.dumps(columns, ensure_ascii=False, default=str)
+
+
+def _check_output(output: str | Path) -> Path:
+    """A file that is not there, nor what an interrupted command left of it."""
+    file = Path(read_path("output", str(output)))
+    if file.exists():
+        raise ConfigError(f"output = {show(str(output))}: exists. Name another file, or remove it")
+    if (part := find_part(file)).exists():
+        raise ConfigError(
+            f"output = {show(str(output))}: {part} is there, with the rows of a command that was interrupted. Move it "
+            "away, or remove it"
+        )
+    refuse_unwritable(file.parent, f"output = {show(str(output))}")
+    return file

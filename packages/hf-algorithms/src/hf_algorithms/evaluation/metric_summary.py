@@ -1,0 +1,128 @@
+"""Numbers of one metric over the rows of a set: its mean, pass@k, and their intervals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_algorithms.evaluation.confidence import compute_mean_interval
+from hf_protocols import ConfigError
+
+__all__ = ["CORRECT", "MetricSummary", "compute_pass_at_k", "summarize_scores"]
+
+CORRECT = 1.0
+"""A response with at least this score counts as correct in pass@k."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricSummary:
+    """One metric of one set.
+
+    Attributes:
+        rows: that count.
+        unscorable: rows that do not count, because a response to them has no score.
+        samples: responses to each row.
+        mean: over rows, of the mean over a row's responses: avg@K.
+        interval: 95 % of the mean, rows being independent; None for a single row.
+        pass_at: by k, the chance that at least one of k responses is correct. Empty with one response to each row,
+            and for scores that are not from 0 to 1.
+        pass_intervals: 95 % of each.
+        least: smallest score.
+        largest: largest score.
+    """
+
+    rows: int
+    unscorable: int
+    samples: int
+    mean: float
+    interval: Interval | None
+    pass_at: Mapping[int, float]
+    pass_intervals: Mapping[int, Interval | None]
+    least: float
+    largest: float
+
+    def to_metrics(self) -> dict[str, float]:
+        """The numbers by the end of their name: an empty one for the mean, `/avg@K`, `/pass@K`."""
+        if self.samples == 1:
+            return {"": self.mean}
+        passes = {f"/pass@{k}": value for k, value in self.pass_at.items()}
+        return {"": self.mean, f"/avg@{self.samples}": self.mean, **passes}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The summary as JSON has it."""
+        body: dict[str, Any] = {
+            "rows": self.rows,
+            "unscorable": self.unscorable,
+            "mean": self.mean,
+            "interval": self.interval,
+        }
+        if self.samples > 1:
+            body[f"avg@{self.samples}"] = self.mean
+        for k, value in self.pass_at.items():
+            body |= {f"pass@{k}": value, f"pass@{k}_interval": self.pass_intervals[k]}
+        return body
+
+
+def compute_pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Returns the unbiased estimate of the chance that one of k responses is correct (Chen et al. 2021, eq. 1).
+
+    It is 1 - C(n - c, k) / C(n, k): the share of all choices of k of the n responses that hold a correct one.
+
+    Args:
+        num_samples: n, responses that were drawn.
+        num_correct: c, those of them that are correct.
+        k: at most n.
+
+    Raises:
+        ConfigError: for a k that is not from 1 to n, or a c that is not from 0 to n.
+    """
+    if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
+        raise ConfigError(
+            f"k={k}, num_correct={num_correct}, num_samples={num_samples}: k must be from 1 to num_samples, and "
+            "num_correct from 0 to num_samples"
+        )
+    choices = math.comb(num_samples, k)
+    return (choices - math.comb(num_samples - num_correct, k)) / choices
+
+
+def summarize_scores(scores: Sequence[Sequence[float]]) -> MetricSummary | None:
+    """Returns the numbers of a metric; None if no row counts.
+
+    Args:
+        scores: of every row those of its responses, as many for each row; NaN for a response without a score. A row
+            with such a response does not count.
+    """
+    known = [row for row in scores if not any(map(math.isnan, row))]
+    if not known:
+        return None
+    num_samples = len(known[0])
+    means = [math.fsum(row) / num_samples for row in known]
+    least, largest = min(map(min, known)), max(map(max, known))
+    passes: dict[int, list[float]] = {}
+    if num_samples > 1 and least >= 0 and largest <= CORRECT:
+        correct = [sum(score >= CORRECT for score in row) for row in known]
+        passes = {k: [compute_pass_at_k(num_samples, each, k) for each in correct] for k in _list_ks(num_samples)}
+    return MetricSummary(
+        rows=len(known),
+        unscorable=len(scores) - len(known),
+        samples=num_samples,
+        mean=math.fsum(means) / len(means),
+        interval=compute_mean_interval(means),
+        pass_at={k: math.fsum(each) / len(each) for k, each in passes.items()},
+        pass_intervals={k: compute_mean_interval(each) for k, each in passes.items()},
+        least=least,
+        largest=largest,
+    )
+
+
+def _list_ks(num_samples: int) -> Iterator[int]:
+    """Yields the powers of two below the number of samples, and that number."""
+    k = 1
+    while k < num_samples:
+        yield k
+        k *= 2
+    yield num_samples

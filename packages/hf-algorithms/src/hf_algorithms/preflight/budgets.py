@@ -1,0 +1,333 @@
+"""Rows against what bounds them: the model's context, the token budget of a forward pass, the ranks that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
+from hf_engine import ChecksRows, load_rollout_backend
+from hf_protocols import BackendError, ConfigError
+from hf_protocols.arguments import show
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config, RolloutConfig
+    from hf_algorithms.preflight.inputs import ModelInputs, RunInputs
+    from hf_algorithms.preflight.walk import PlannedCall
+    from hf_protocols import MappingPlan, ModelShape
+
+__all__ = [
+    "RowTokens",
+    "check_blocks",
+    "check_cache",
+    "check_calls",
+    "check_context",
+    "check_row_cache",
+    "check_scorers",
+    "find_block_tokens",
+    "find_prompt_room",
+    "find_response_room",
+]
+
+_BATCH_KEYS = {
+    "generation": "rollout.batch_size",
+    "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
+}
+_CONTEXT_NAME = "the model's context of {} tokens"
+_RAISE_BUDGET = "raise training.micro_batch_tokens"
+_SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTokens:
+    """Tokens of each row of a data set: its prompt, and the longest response that it may have.
+
+    `source` is where the rows come from, for messages, and `where` says it of one row.
+    """
+
+    source: str
+    where: Callable[[int], str]
+    prompts: Sequence[int]
+    responses: Sequence[int]
+
+    @property
+    def totals(self) -> list[int]:
+        """Prompt and response together, by row."""
+        return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Limit:
+    """A bound on the tokens of one row: how messages name it, and what raises it."""
+
+    tokens: int
+    name: str
+    remedy: str
+
+
+def check_context(config: Config, inputs: RunInputs) -> None:
+    """Refuse rows for which the model's context has no room: a response follows every prompt of all three sets.
+
+    Raises:
+        ConfigError: with a line for every file, which names its longest row.
+    """
+    new = config.rollout.max_new_tokens
+    rows = [
+        RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=[new] * len(data))
+        for data in (inputs.train, inputs.validation, inputs.test)
+    ]
+    limit = _find_context(config, inputs.model.shape)
+    problems = [*_find_long_rows(rows, limit, new)]
+    if isinstance(data := inputs.pretraining, PromptDataset):
+        learned = data.response_lengths(new)
+        row = RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=learned)
+        problems += _find_long_rows([row], _find_bound(config, inputs.model.shape), new)
+    _refuse(problems)
+
+
+def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
+    """Tokens that a prompt may have where longer ones are dropped or cut, or `data.max_prompt_tokens` bounds them.
+
+    Without either it is None: a row that does not fit is then refused with all that could be changed.
+    """
+    given = config.data.max_prompt_tokens
+    if config.data.too_long == "error":
+        return given
+    context = _find_bound(config, shape).tokens
+    room = context - config.rollout.max_new_tokens
+    return given if room < 1 else min(room, given or room)
+
+
+def find_response_room(config: Config, shape: ModelShape) -> int:
+    """Tokens of a prompt and its response together: what the model's context and a forward pass take.
+
+    Raises:
+        ConfigError: if `rollout.max_new_tokens` leaves none for a prompt.
+    """
+    bound, new = _find_bound(config, shape), config.rollout.max_new_tokens
+    if new >= bound.tokens:
+        raise ConfigError(
+            f"rollout.max_new_tokens = {new} exceeds {bound.name}: a prompt and its response have together at most "
+            f"{bound.tokens} tokens. Lower rollout.max_new_tokens"
+        )
+    return bound.tokens
+
+
+def find_block_tokens(config: Config, max_positions: int) -> int:
+    """Tokens of a block of texts: those of `data.block_tokens`, or by default at most 512 that fit.
+
+    Raises:
+        ConfigError: for more than the model's context or a forward pass takes.
+    """
+    context = _Limit(tokens=max_positions, name=_CONTEXT_NAME.format(max_positions), remedy="")
+    most, given = min(context, _find_budget(config), key=lambda each: each.tokens), config.data.block_tokens
+    if given is not None and given > most.tokens:
+        raise ConfigError(f"data.block_tokens = {given}: exceeds {most.name}. Lower it to at most {most.tokens}")
+    return given or min(most.tokens, TextBlocks.default_tokens)
+
+
+def check_blocks(config: Config, plan: MappingPlan, inputs: RunInputs) -> None:
+    """Refuse blocks of texts that exceed a forward pass of a role that learns them, in a plan with budgets of its own.
+
+    Raises:
+        ConfigError: naming both numbers.
+    """
+    blocks = inputs.pretraining
+    if not isinstance(blocks, TextBlocks):
+        return
+    for role, placed in plan.models.items():
+        learns = hasattr(config.recipe.role(role).load_worker(), "hold_pretraining")
+        if learns and placed.micro_batch_tokens < blocks.block_tokens:
+            raise ConfigError(
+                f"data.block_tokens = {blocks.block_tokens}: exceeds micro_batch_tokens = {placed.micro_batch_tokens} "
+                f"of {role} in the plan. Set it to at most {placed.micro_batch_tokens}"
+            )
+
+
+def check_scorers(config: Config, inputs: RunInputs) -> None:
+    """Refuse prompts that leave a reward model or cost model no room for a response.
+
+    Of a model with the run's tokenizer the longest response must fit as well. Of another tokenizer the tokens of
+    responses are not known: what is too long then loses its start.
+
+    Raises:
+        ConfigError: with a line for every file, which names its longest row.
+        DataError: for a chat that the model's tokenizer has no template for.
+    """
+    for section, role in config.recipe.scorers.items():
+        model = inputs.models[role]
+        limit, new = model.shape.max_positions, config.rollout.max_new_tokens
+        label = f"{section}.model.path = {show(config.scorer_paths[section])}"
+        problems = []
+        for data in (inputs.train, inputs.validation, inputs.test):
+            if model.own_tokenizer_path is None:
+                lengths, least = list(data.prompt_lengths), new
+            else:
+                encoder = SequenceEncoder(load_tokenizer(model.own_tokenizer_path, needs_end=False), label=label)
+                prompts = [inputs.turns.as_chat(row.prompt) or row.prompt for row in data.rows]
+                lengths, least = [encoder.count_prompt_tokens(each) for each in prompts], 1
+            longest = max(lengths)
+            if longest + least > limit:
+                problems.append(
+                    f"{data.where(lengths.index(longest))}: its prompt of {longest} tokens and a response "
+                    f"of up to {new} exceed the context of {limit} tokens of {label}. Shorten the prompt, or use a "
+                    "model with a longer context"
+                )
+        _refuse(problems)
+
+
+def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
+    """Refuse options of the rollout backend that have no room for a row; others must have been found good before.
+
+    Raises:
+        ConfigError: naming the option and what is needed.
+    """
+    held_out = max(inputs.validation.max_prompt_tokens, inputs.test.max_prompt_tokens)
+    longest = [
+        (inputs.train.max_prompt_tokens + rollout.max_new_tokens, rollout.samples_per_prompt),
+        (held_out + rollout.max_new_tokens, 1),
+    ]
+    _check_rows(rollout, inputs, longest)
+    check_row_cache(rollout, inputs)
+
+
+def check_row_cache(rollout: RolloutConfig, inputs: ModelInputs) -> None:
+    """Does the same for the sets of `[[evaluation]]` alone.
+
+    Raises:
+        ConfigError: naming the option and what is needed.
+    """
+    _check_rows(
+        rollout,
+        inputs,
+        [(each.data.max_prompt_tokens + each.max_new_tokens, each.config.samples) for each in inputs.evaluations],
+    )
+
+
+def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[tuple[int, int]]) -> None:
+    backend = load_rollout_backend(rollout.backend)
+    if not issubclass(backend, ChecksRows):
+        return
+    for tokens, samples in longest:
+        try:
+            backend.check_row(rollout.options, inputs.model.shape, tokens=tokens, samples=samples)
+        except BackendError as error:
+            raise ConfigError(f"rollout.options.{error}") from None
+
+
+def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall], *, is_given: bool) -> None:
+    """Refuse calls with fewer rows than the ranks need, or with a row above the token budget of a forward pass.
+
+    Args:
+        config: the run's.
+        plan: where the models go.
+        calls: what `walk_calls` found.
+        is_given: whether the plan is the user's; else it follows from the configuration.
+
+    Raises:
+        ConfigError: with a line for every problem, which names keys, files and lines.
+    """
+    problems = list(_find_shortages(config, calls, is_given=is_given))
+    passes = [
+        call for call in calls if call.role in config.recipe.model_roles and call.kind in ("inference", "training")
+    ]
+    for tokens, roles in _group_by_budget(plan, passes).items():
+        name = f"training.micro_batch_tokens = {tokens}"
+        if is_given:
+            name = f"micro_batch_tokens = {tokens} of {', '.join(roles)} in the plan"
+        limit = _Limit(tokens=tokens, name=f"{name}, which bounds a forward pass", remedy=f"raise {name.split()[0]}")
+        rows = [call.tokens for call in passes if call.role in roles]
+        problems += _find_long_rows(rows, limit, config.rollout.max_new_tokens)
+    _refuse(problems)
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if lines := list(dict.fromkeys(problems)):
+        raise ConfigError("\n".join(lines))
+
+
+def _find_context(config: Config, shape: ModelShape) -> _Limit:
+    tokens = shape.max_positions
+    engine = config.rollout.options.get("max_positions")
+    if type(engine) is int and engine < tokens:
+        remedy = "raise rollout.options.max_positions"
+        return _Limit(tokens=engine, name=f"rollout.options.max_positions = {engine}", remedy=remedy)
+    remedy = "raise model.max_positions" if config.model.path is None else "choose a model whose context has room for"
+    return _Limit(tokens=tokens, name=_CONTEXT_NAME.format(tokens), remedy=remedy)
+
+
+def _find_budget(config: Config) -> _Limit:
+    tokens = config.training.micro_batch_tokens
+    return _Limit(tokens=tokens, name=f"training.micro_batch_tokens = {tokens}", remedy=_RAISE_BUDGET)
+
+
+def _find_bound(config: Config, shape: ModelShape) -> _Limit:
+    """Context or budget of a forward pass, the smaller of them."""
+    return min(_find_context(config, shape), _find_budget(config), key=lambda each: each.tokens)
+
+
+def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: int) -> Iterator[str]:
+    """A line for every file with rows above the limit, or one where no row could be below it."""
+    worst: dict[str, RowTokens] = {}
+    for each in rows:
+        known = worst.get(each.source)
+        if known is None or max(each.totals) > max(known.totals):
+            worst[each.source] = each
+    needed = max((max(each.totals) for each in worst.values()), default=0)
+    if needed <= limit.tokens:
+        return
+    room = limit.tokens - max(max(each.prompts) for each in worst.values())
+    lower = f"lower rollout.max_new_tokens to at most {room}" if room > 0 else "lower rollout.max_new_tokens"
+    raised = f"{limit.remedy} to at least {needed}" if "raise" in limit.remedy else f"{limit.remedy} {needed} tokens"
+    if max_new_tokens >= limit.tokens:
+        yield (
+            f"rollout.max_new_tokens = {max_new_tokens} exceeds {limit.name}: a prompt and its response have "
+            f"together at most {limit.tokens} tokens. {_start(lower)}, or {raised}"
+        )
+        return
+    for each in worst.values():
+        totals = each.totals
+        if (longest := max(totals)) > limit.tokens:
+            row = totals.index(longest)
+            others = sum(total > limit.tokens for total in totals) - 1
+            yield (
+                f"{each.where(row)}: its prompt of {each.prompts[row]} tokens and a response of up to "
+                f"{each.responses[row]} (rollout.max_new_tokens = {max_new_tokens}) are {longest} tokens, above "
+                f"{limit.name}{f'; so are {others} other rows' if others else ''}. "
+                f"{_start(raised)}, {lower}, shorten the prompt, or set data.too_long"
+            )
+
+
+def _find_shortages(config: Config, calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator[str]:
+    """A line for every batch that gives some rank no row. Evaluations repeat rows, so they have enough."""
+    for call in calls:
+        if call.num_rows >= call.least_rows:
+            continue
+        key, knob = _BATCH_KEYS.get(call.kind, _SAMPLES_KEY), "rollout.batch_size"
+        if call.phase == "warm start":
+            key = knob = "warm_start.batch_size"
+        ranks = (
+            f"data-parallel ranks of the {call.role}"
+            if call.role in config.recipe.model_roles
+            else f"ranks of the {call.role}"
+        )
+        if call.kind == "generation":
+            ranks = "generation replicas"
+        fewer = "use a plan with fewer ranks" if is_given else "lower cluster.gpus_per_machine"
+        yield (
+            f"{key} = {call.num_rows}: {call.least_rows} {ranks} need at least {call.least_rows} rows. "
+            f"Raise {knob}, or {fewer}"
+        )
+
+
+def _group_by_budget(plan: MappingPlan, passes: Iterable[PlannedCall]) -> dict[int, list[str]]:
+    """The roles that compute, by the token budget of their forward passes."""
+    found: dict[int, list[str]] = {}
+    for role in dict.fromkeys(call.role for call in passes):
+        found.setdefault(plan.models[role].micro_batch_tokens, []).append(role)
+    return found
+
+
+def _start(text: str) -> str:
+    return text[0].upper() + text[1:]

@@ -1,0 +1,105 @@
+"""Every call that a run will make, with its rows and the tokens of the longest, written down and not made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
+from hf_algorithms.evaluation.validation import request_divergence, request_evaluation
+from hf_algorithms.preflight.budgets import RowTokens
+from hf_algorithms.roles import Roles, least_rows
+from hf_algorithms.run.wiring import build_roles, build_sampling
+from hf_algorithms.workers import SEQUENCE, check_calls_outputs
+from hf_controller import TracingExecutor
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.data import PromptDataset
+    from hf_algorithms.preflight.inputs import RunInputs
+    from hf_protocols import MappingPlan
+    from hf_protocols.dataflow import CallKind
+
+__all__ = ["Phase", "PlannedCall", "walk_calls"]
+
+Phase = Literal["warm start", "iterations", "evaluation", "divergence"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedCall:
+    """A call that a run will make: `num_rows` of `tokens`' rows.
+
+    With fewer rows than `least_rows`, some of the ranks that share the rows would not get any.
+    """
+
+    phase: Phase
+    role: str
+    method: str
+    kind: CallKind
+    num_rows: int
+    least_rows: int
+    tokens: RowTokens
+
+
+def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[PlannedCall]:
+    """Returns the calls of the warm start, of one iteration, and of every evaluation, in the layouts of `plan`.
+
+    Raises:
+        HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
+    """
+    executor = TracingExecutor()
+    roles = build_roles(executor, config, plan, inputs, ())
+    found = []
+    for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
+        before = len(executor.calls)
+        make_calls()
+        check_calls_outputs(executor.calls[before:], {each.name: each.load_worker() for each in config.recipe.roles})
+        found += [
+            PlannedCall(
+                phase=phase,
+                role=call.role,
+                method=call.method,
+                kind=call.spec.kind,
+                num_rows=call.num_rows,
+                least_rows=least_rows(getattr(roles, call.role), call.method),
+                tokens=tokens,
+            )
+            for call in executor.calls[before:]
+        ]
+    return found
+
+
+def _list_phases(
+    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
+) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
+    """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
+    sampling = build_sampling(config, stop_ids=inputs.stop_ids, step=0)
+    limit = sampling.max_new_tokens
+    train, validation, test = (_generated(data, limit) for data in (inputs.train, inputs.validation, inputs.test))
+
+    def prompts(num_rows: int) -> Any:
+        return executor.put_columns(PROMPT_COLUMNS, num_rows)
+
+    if config.warm_start.max_steps:
+        batch = executor.put_columns((*PROMPT_COLUMNS, *SEQUENCE[1:]), config.warm_start.batch_size)
+        responses = inputs.train.response_lengths(limit)
+        learned = RowTokens(source=train.source, where=train.where, prompts=train.prompts, responses=responses)
+        yield "warm start", learned, partial(_learn, roles, batch)
+    recipe = config.recipe
+    batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
+    yield "iterations", train, partial(recipe.run_step, roles, batch, config.algorithm, context)
+    for tokens in (validation, test):
+        yield "evaluation", tokens, partial(request_evaluation, roles, prompts(len(tokens.prompts)), sampling)
+    yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
+
+
+def _generated(data: PromptDataset, limit: int) -> RowTokens:
+    return RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=[limit] * len(data))
+
+
+def _learn(roles: Roles, batch: Any) -> None:
+    from hf_algorithms.losses import SupervisedLoss
+
+    roles.having("update_actor").update_actor(batch, SupervisedLoss())

@@ -1,0 +1,101 @@
+"""From a configuration and a plan to worker groups and sampling, for a run and for the walk over its calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from inspect import signature
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_algorithms.replay import Recorder, build_recording_worker
+from hf_algorithms.roles import Roles
+from hf_algorithms.workers import EVALUATED, RoleSetup
+from hf_controller import WorkerSpec, build_pools
+from hf_engine import SamplingParams
+from hf_protocols import ParallelSpec, Topology
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.preflight.inputs import ModelInputs
+    from hf_controller import Executor, Worker
+    from hf_protocols import MappingPlan
+
+__all__ = ["build_roles", "build_sampling"]
+
+
+def build_roles(
+    executor: Executor,
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    search_path: Sequence[str],
+    *,
+    failed: Collection[int] = (),
+) -> Roles:
+    """The worker groups of every pool; models that share a pool share one process per slot.
+
+    Args:
+        failed: iterations whose calls are recorded while they run.
+
+    Raises:
+        HybridFlowError: for roles that do not fit their pool or one another, or what a worker's constructor raised.
+    """
+    groups = {}
+    for name, pool in build_pools(plan).items():
+        specs = {role: _build_spec(role, config, plan, inputs, search_path, failed) for role in plan.roles_of(name)}
+        groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
+    executor.wait_until_ready()
+    unscored = () if config.reward.evaluates_model else EVALUATED
+    return Roles(groups, config.recipe.scorers, unscored, config.recipe.played)
+
+
+def build_sampling(config: Config, *, stop_ids: tuple[int, ...], step: int) -> SamplingParams:
+    """Returns the sampling of responses in iteration `step` (0: evaluations). Responses end at any of `stop_ids`.
+
+    Raises:
+        ConfigError: for a value out of range.
+    """
+    rollout = config.rollout
+    return SamplingParams(
+        max_new_tokens=rollout.max_new_tokens,
+        min_new_tokens=rollout.min_new_tokens,
+        stop_strings=rollout.stop,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        n=rollout.samples_per_prompt,
+        stop_token_ids=stop_ids,
+        seed=config.run.seed,
+        step=step,
+    )
+
+
+def _build_spec(
+    role: str,
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    search_path: Sequence[str],
+    failed: Collection[int],
+) -> WorkerSpec:
+    declared, placed = config.recipe.role(role), plan.models[role]
+    worker = declared.load_worker()
+    model = inputs.models.get(role, inputs.model)
+    setup = RoleSetup(
+        role=role, config=config, placed=placed, model=model, stop_ids=inputs.stop_ids, search_path=search_path
+    )
+    configure = getattr(worker, "configure", None)
+    kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
+    recorder = Recorder(run=str(Path(config.run.output_dir).resolve()), kwargs=dict(kwargs))
+    if getattr(worker, "records_updates", False) and _takes_recorder(worker):
+        kwargs["recorder"] = recorder
+    if failed:
+        worker = build_recording_worker(worker, recorder, failed)
+    topology = Topology(placed.train or ParallelSpec(), placed.generation)
+    balances = declared.has_model and config.training.balance_tokens
+    return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed, balance_tokens=balances)
+
+
+def _takes_recorder(worker: type[Worker]) -> bool:
+    parameters = signature(worker).parameters.values()
+    return any(each.name == "recorder" or each.kind is each.VAR_KEYWORD for each in parameters)
