@@ -39,7 +39,7 @@ from hf_protocols import (
     PoolPlan,
     register,
 )
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 BODY: dict[str, dict[str, Any]] = {
     "run": {"executor": "ray"},

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
 from hf_protocols import ConfigError, Dataflow, ModelCall
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller import TracedCall, TracedResult, TracingExecutor

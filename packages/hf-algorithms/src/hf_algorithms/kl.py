@@ -8,9 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number
+from hf_protocols.validation import Checks
 
 __all__ = ["AdaptiveKL", "FixedKL", "estimate_kl"]
+
+_check = Checks(ConfigError)
 
 _LARGEST_ERROR = 0.2
 _LARGEST_EXPONENT = 20.0
@@ -62,8 +64,8 @@ class AdaptiveKL:
     """Sequences over which the coefficient may change by about 0.2 of itself."""
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "kl_target", self.target)
-        check_number(ConfigError, "kl_horizon", self.horizon)
+        _check.number("kl_target", self.target)
+        _check.number("kl_horizon", self.horizon)
 
     def update(self, coefficient: float, observed_kl: float, num_samples: int) -> float:
         """Returns the next coefficient, never below 0; a KL that is NaN changes nothing.

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller import BatchFuture, WorkerGroup

@@ -6,8 +6,8 @@ import os
 import re
 from urllib.parse import quote
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["fill_variables", "has_secret", "hide_secrets", "is_secret_name"]
 

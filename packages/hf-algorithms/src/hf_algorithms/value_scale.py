@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["ValueScale", "add_returns", "measure_returns"]
+
+_check = Checks(ConfigError)
 
 _DECAY = 0.99
 """Weight of earlier batches once another one is added: about a hundred of them count."""
@@ -31,7 +33,7 @@ class ValueScale:
     std: float = 1.0
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "std of returns", self.std)
+        _check.number("std of returns", self.std)
         if not math.isfinite(self.mean):
             raise ConfigError(f"mean of returns={show(self.mean)} is not a finite number. Look at the rewards")
 

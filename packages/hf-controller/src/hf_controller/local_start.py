@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_protocols import ConfigError, MachineLimits, read_machine_limits
-from hf_protocols.arguments import check_count, shorten, show
+from hf_protocols.validation import Checks, shorten, show
 
 __all__ = ["LocalCheck", "check_local_start", "choose_store_bytes", "find_temp_dir", "list_local_checks"]
+
+_check = Checks(ConfigError)
 
 _LONGEST_SOCKET_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes that the kernel takes as the path of a socket."""
@@ -101,7 +103,7 @@ def choose_store_bytes(given: int | None = None, *, key: str = "object_store_byt
     if given is None:
         room_bytes = max(int(free_bytes * _SHM_SHARE), _STORE_IN_FILES_BYTES)
         return max(min(int(memory_bytes * _STORE_SHARE), room_bytes, _MOST_STORE_BYTES), _LEAST_STORE_BYTES)
-    check_count(ConfigError, key, given, least=_LEAST_STORE_BYTES)
+    _check.count(key, given, least=_LEAST_STORE_BYTES)
     if given > memory_bytes:
         raise ConfigError(f"{key}={given}: this machine has {memory_bytes} bytes of memory. Lower it")
     if given > max(free_bytes, _STORE_IN_FILES_BYTES):

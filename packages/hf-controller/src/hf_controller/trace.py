@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from hf_controller.failures import Failure
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller.groups.dispatch import Call

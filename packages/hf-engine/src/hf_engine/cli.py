@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, HybridFlowError, ReshardError, TopologyError
 from hf_protocols.models import ModelShape
 from hf_protocols.paths import read_path
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.transition import Method
+from hf_protocols.validation import show
 
 __all__ = ["main"]
 

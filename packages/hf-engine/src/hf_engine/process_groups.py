@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_protocols.arguments import check_kind, check_number, show
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Axis, Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = [
     "build_groups",
@@ -26,6 +26,8 @@ __all__ = [
     "wait_for_connections",
     "wait_for_device",
 ]
+
+_check = Checks(TopologyError)
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -56,7 +58,7 @@ def default_group(backend: Literal["gloo", "nccl"] | None = None, *, timeout_s: 
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    check_number(TopologyError, "timeout_s", timeout_s)
+    _check.number("timeout_s", timeout_s)
     handler = get_error_handler()
     handler.initialize()
     with ExitStack() as failing:
@@ -86,9 +88,9 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     Raises:
         TopologyError: if the default group has another number of ranks; for what is not a topology or no deadline.
     """
-    check_kind(TopologyError, "topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
+    _check.kind("topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
     if timeout_s is not None:
-        check_number(TopologyError, "timeout_s", timeout_s)
+        _check.number("timeout_s", timeout_s)
     if not dist.is_initialized():
         raise TopologyError("there is no process group: call torch.distributed.init_process_group first")
     if dist.get_world_size() != topology.world_size:

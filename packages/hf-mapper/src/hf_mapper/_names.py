@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 __all__ = ["unknown_name"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hf_protocols import ConfigError, ModelShape
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["AdapterSpec", "count_adapter_parameters"]
 

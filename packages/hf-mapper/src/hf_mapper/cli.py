@@ -30,8 +30,8 @@ from hf_mapper.measurements.validation import build_report, validate_folder
 from hf_mapper.search.exact_search import StopSign, map_dataflow
 from hf_mapper.search.simulation import parse_placement, read_placement, simulate_placement
 from hf_protocols import ConfigError, HybridFlowError, load_plan
-from hf_protocols.arguments import show
 from hf_protocols.paths import read_path, read_text
+from hf_protocols.validation import show
 
 __all__ = ["calibrate", "explain", "main", "plan", "simulate", "validate"]
 

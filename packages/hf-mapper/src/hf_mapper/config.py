@@ -46,11 +46,13 @@ from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.paths import read_path
 from hf_protocols.toml import read_toml
+from hf_protocols.validation import Checks, show
 
 __all__ = ["MapperConfig", "read_config"]
+
+_check = Checks(ConfigError)
 
 T = TypeVar("T")
 
@@ -154,7 +156,7 @@ def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
             raise ConfigError(f"workload: key '{part}_lengths' is unknown. Use {part}_tokens = [100, 200]")
     if "largest_generation" in table:  # written pp-tp
         largest = table["largest_generation"]
-        check_kind(ConfigError, "workload: largest_generation", largest, str, "sizes as pp-tp, such as '1-4'")
+        _check.kind("workload: largest_generation", largest, str, "sizes as pp-tp, such as '1-4'")
         table = {**table, "largest_generation": GenerationSpec.parse(largest)}
     for part in ("prompt", "response"):
         lengths = table.get(f"{part}_tokens")

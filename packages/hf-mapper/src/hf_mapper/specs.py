@@ -14,7 +14,7 @@ from hf_mapper.constants import find_plan_efficiency
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_protocols import ConfigError, GenerationSpec
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = [
     "HOST_KIND",

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_all, check_columns, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import Checks, show
 
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
+
+_check = Checks(ConfigError)
 
 CallKind = Literal["generation", "inference", "training", "function"]
 """Kind of work of a call: the paper's three workloads, and functions without a model."""
@@ -36,15 +38,15 @@ class ModelCall:
     writes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_name(ConfigError, "a call's role", self.role)
-        check_name(ConfigError, "a call's method", self.method)
+        _check.name("a call's role", self.role)
+        _check.name("a call's method", self.method)
         if self.kind not in get_args(CallKind):
             raise ConfigError(
                 f"{self.role}.{self.method}: kind={show(self.kind)}: one of {', '.join(get_args(CallKind))}"
             )
         for name in ("reads", "writes"):
             what, columns = f"{self.role}.{self.method}: {name}", getattr(self, name)
-            object.__setattr__(self, name, check_columns(ConfigError, what, columns, may_lack=name == "reads"))
+            object.__setattr__(self, name, _check.columns(what, columns, may_lack=name == "reads"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,8 @@ class Dataflow:
     calls: tuple[ModelCall, ...]
 
     def __post_init__(self) -> None:
-        check_name(ConfigError, "a dataflow's name", self.name)
-        calls = check_all(ConfigError, f"dataflow {show(self.name)}: calls", self.calls, ModelCall, "ModelCalls")
+        _check.name("a dataflow's name", self.name)
+        calls = _check.kinds(f"dataflow {show(self.name)}: calls", self.calls, ModelCall, "ModelCalls")
         object.__setattr__(self, "calls", calls)
         written: dict[str, ModelCall] = {}
         read: dict[str, ModelCall] = {}
@@ -90,7 +92,7 @@ class Dataflow:
         Raises:
             ConfigError: for another name, with the nearest ones.
         """
-        check_kind(ConfigError, "dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
+        _check.kind("dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
             near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
             raise ConfigError(f"dataflow preset {show(name)} is unknown. Use {' or '.join(near)}")

@@ -11,13 +11,15 @@ from typing import Any
 
 from hf_protocols._family_sizes import read_family_sizes
 from hf_protocols._presets import PRESETS
-from hf_protocols.arguments import check_count, check_kind, check_name, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.positions import compute_positions
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import Checks, show
 
 __all__ = ["ModelShape"]
+
+_check = Checks(ConfigError)
 
 # What the configuration class of each family assumes where a config.json is silent.
 _FAMILIES: dict[str, dict[str, Any]] = {
@@ -84,13 +86,13 @@ class ModelShape:
     listed_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def __post_init__(self) -> None:
-        check_name(ConfigError, "a model's name", self.name)
+        _check.name("a model's name", self.name)
         for flag in _FLAGS:
-            check_kind(ConfigError, f"{self.name}: {flag}", getattr(self, flag), bool, "True or False")
+            _check.kind(f"{self.name}: {flag}", getattr(self, flag), bool, "True or False")
         for size in _SIZES:
-            check_count(ConfigError, f"{self.name}: {size}", getattr(self, size))
+            _check.count(f"{self.name}: {size}", getattr(self, size))
         for count in _COUNTS:
-            check_count(ConfigError, f"{self.name}: {count}", getattr(self, count), least=0)
+            _check.count(f"{self.name}: {count}", getattr(self, count), least=0)
         for name in (*_SIZES, *_COUNTS):
             most = _MOST_LISTED if name in _LISTED else _MOST
             if getattr(self, name) > most:
@@ -118,7 +120,7 @@ class ModelShape:
         Raises:
             ConfigError: for an unknown name, with the nearest known ones.
         """
-        check_kind(ConfigError, "model preset", name, str, "a name, such as 'llama-2-7b'")
+        _check.kind("model preset", name, str, "a name, such as 'llama-2-7b'")
         if name not in PRESETS:
             near = find_similar(name, PRESETS, most=3)
             hint = f"near it: {', '.join(near)}" if near else f"known: {', '.join(sorted(PRESETS))}"
@@ -142,7 +144,7 @@ class ModelShape:
                 parameters are unknown.
         """
         if not isinstance(config, Mapping):
-            check_kind(ConfigError, "config", config, str | Path, "a config.json: its path, its directory, or its keys")
+            _check.kind("config", config, str | Path, "a config.json: its path, its directory, or its keys")
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
         if not isinstance(family, str) or family not in _FAMILIES:
@@ -151,10 +153,10 @@ class ModelShape:
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
         for key in _REQUIRED:
-            check_count(ConfigError, f"config.json: {key}", config[key])
+            _check.count(f"config.json: {key}", config[key])
         for key in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
-            check_kind(ConfigError, f"config.json: {key}", config.get(key), bool | None, "true or false")
-        check_kind(ConfigError, "config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
+            _check.kind(f"config.json: {key}", config.get(key), bool | None, "true or false")
+        _check.kind("config.json: _name_or_path", config.get("_name_or_path"), str | None, "a name")
         if _mixes_layers(config):
             raise ConfigError("mlp_only_layers and decoder_sparse_step mix dense and expert layers: not known here")
         _refuse_unused(family, config)

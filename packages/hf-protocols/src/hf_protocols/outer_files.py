@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_protocols._json import parse_json
-from hf_protocols.arguments import shorten
 from hf_protocols.errors import HybridFlowError
+from hf_protocols.validation import shorten
 
 __all__ = ["HEAD_BYTES", "check_is_itself", "describe_stand_in", "read_json_object"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
+from hf_protocols.validation import show
 
 __all__ = ["expand_path", "read_path", "read_text"]
 

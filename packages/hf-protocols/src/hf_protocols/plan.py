@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
-from hf_protocols.arguments import check_all, check_count, check_kind, check_name, shorten, show
 from hf_protocols.errors import HybridFlowError, PlanError
 from hf_protocols.paths import read_text
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
+from hf_protocols.validation import Checks, shorten, show
 
 __all__ = ["SCHEMA_VERSION", "MachinePlan", "MappingPlan", "ModelPlan", "PoolPlan", "load_plan"]
+
+_check = Checks(PlanError)
 
 Spec = TypeVar("Spec")
 
@@ -35,8 +37,8 @@ class MachinePlan:
     slots: int
 
     def __post_init__(self) -> None:
-        check_kind(PlanError, "a machine's gpu_kind", self.gpu_kind, str, "a name, such as 'h100' or 'cpu'")
-        check_count(PlanError, "a machine's slots", self.slots)
+        _check.kind("a machine's gpu_kind", self.gpu_kind, str, "a name, such as 'h100' or 'cpu'")
+        _check.count("a machine's slots", self.slots)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,9 @@ class PoolPlan:
     machines: tuple[MachinePlan, ...]
 
     def __post_init__(self) -> None:
-        check_kind(PlanError, "a pool's name", self.name, str, "a name")
+        _check.kind("a pool's name", self.name, str, "a name")
         what = f"the machines of pool {show(self.name)}"
-        machines = check_all(PlanError, what, self.machines, MachinePlan, "MachinePlans")
+        machines = _check.kinds(what, self.machines, MachinePlan, "MachinePlans")
         object.__setattr__(self, "machines", machines)
         if not self.machines:
             raise PlanError(f"pool {show(self.name)} has no machines. Add at least one")
@@ -85,9 +87,9 @@ class ModelPlan:
     micro_batch_tokens: int = 8192
 
     def __post_init__(self) -> None:
-        check_count(PlanError, "a model's micro_batch_tokens", self.micro_batch_tokens)
+        _check.count("a model's micro_batch_tokens", self.micro_batch_tokens)
         for name, kind, wanted in _KINDS:
-            check_kind(PlanError, f"a model's {name}", getattr(self, name), kind, wanted)
+            _check.kind(f"a model's {name}", getattr(self, name), kind, wanted)
         if self.generation and not self.train:
             raise PlanError(
                 f"a model's generation={self.generation} without train. Set train to the layout of the same ranks"
@@ -110,13 +112,13 @@ class MappingPlan:
     estimates: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pools", check_all(PlanError, "a plan's pools", self.pools, PoolPlan, "PoolPlans"))
+        object.__setattr__(self, "pools", _check.kinds("a plan's pools", self.pools, PoolPlan, "PoolPlans"))
         wanted = "a mapping of roles to ModelPlans"
-        check_kind(PlanError, "a plan's models", self.models, Mapping, wanted)
-        check_all(PlanError, "a plan's models", self.models.values(), ModelPlan, wanted)
+        _check.kind("a plan's models", self.models, Mapping, wanted)
+        _check.kinds("a plan's models", self.models.values(), ModelPlan, wanted)
         for role in self.models:
-            check_name(PlanError, "a role of a plan's models", role)
-        check_kind(PlanError, "a plan's estimates", self.estimates, Mapping, "a mapping")
+            _check.name("a role of a plan's models", role)
+        _check.kind("a plan's estimates", self.estimates, Mapping, "a mapping")
         object.__setattr__(self, "models", dict(self.models))
         try:
             object.__setattr__(self, "estimates", _hold_as_json("a plan's estimates", self.estimates))
@@ -172,7 +174,7 @@ class MappingPlan:
             PlanError: for text that is not a plan, another schema version (naming both), an unknown key, or a value
                 that is refused, with its place.
         """
-        check_kind(PlanError, f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
+        _check.kind(f"{_NO_PLAN}: text", text, str | bytes, "what to_json wrote")
         body = parse_json(PlanError, _NO_PLAN, text, **_HOOKS)
         if not isinstance(body, dict):
             raise PlanError(f"{_NO_PLAN}: the JSON is not an object. {_REMEDY}")
@@ -278,12 +280,12 @@ def _read(kind: type[Spec], place: str, value: Any, **readers: Reader) -> Spec:
 
 
 def _as_object(place: str, value: Any) -> dict[str, Any]:
-    check_kind(PlanError, f"{_NO_PLAN}: {place}", value, dict, "an object of JSON")
+    _check.kind(f"{_NO_PLAN}: {place}", value, dict, "an object of JSON")
     return cast("dict[str, Any]", value)
 
 
 def _read_list(place: str, value: Any, read: Reader) -> tuple[Any, ...]:
-    check_kind(PlanError, f"{_NO_PLAN}: {place}", value, list, "a list")
+    _check.kind(f"{_NO_PLAN}: {place}", value, list, "a list")
     return tuple(read(f"{place}[{index}]", each) for index, each in enumerate(value))
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["compute_positions"]
+
+_check = Checks(ConfigError)
 
 _KEYS = ("max_position_embeddings", "n_positions", "max_seq_len")
 """Keys that state a length, as configurations of different families name it: GPT-2 and GPT-J, then DBRX and MPT."""
@@ -48,7 +50,7 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
     """
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
-    check_kind(ConfigError, f"config.json: {key}", rope, Mapping, "an object with rope_type and factor, or null")
+    _check.kind(f"config.json: {key}", rope, Mapping, "an object with rope_type and factor, or null")
     layers = _read_layers(f"config.json: {key}", rope)
     _check_bases("config.json", config)
     for each in layers.values():
@@ -58,7 +60,7 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
     if name is None:
         return None
     stated: Any = config[name]
-    check_count(ConfigError, f"config.json: {name}", stated)
+    _check.count(f"config.json: {name}", stated)
     rope = layers.get("full_attention") or next(iter(layers.values()), rope)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in (*_STRETCHED, *_STATED):
@@ -68,7 +70,7 @@ def compute_positions(config: Mapping[str, Any]) -> int | None:
     if factor is not None or kind in ("linear", "dynamic"):
         _check_factor(f"config.json: {key}: factor", factor)
     original: Any = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or stated
-    check_count(ConfigError, f"config.json: {key}: {_ORIGINAL}", original)
+    _check.count(f"config.json: {key}: {_ORIGINAL}", original)
     if kind in _STATED or factor is None or config.get("model_type") in _ALREADY_STRETCHED:
         return int(stated)
     return int(max(stated, original * factor))
@@ -78,7 +80,7 @@ def _read_layers(name: str, rope: Mapping[str, Any]) -> dict[str, Mapping[str, A
     """Rotary parameters by kind of layer; one entry without a kind where all layers have the same."""
     for kind, each in rope.items():
         if kind.endswith("_attention") and each is not None:
-            check_kind(ConfigError, f"{name}: {kind}", each, Mapping, "an object with rope_type, or null")
+            _check.kind(f"{name}: {kind}", each, Mapping, "an object with rope_type, or null")
     return {kind: each for kind, each in rope.items() if isinstance(each, Mapping)} or {"": rope}
 
 
@@ -86,7 +88,7 @@ def _check_bases(name: str, rope: Mapping[str, Any]) -> None:
     """Transformers takes a base of the layers' own before the one at the top; some engines the other way round."""
     for key in _BASES:
         if rope.get(key) is not None:
-            check_number(ConfigError, f"{name}: {key}", rope[key])
+            _check.number(f"{name}: {key}", rope[key])
 
 
 def _check_long_factors(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -96,9 +98,9 @@ def _check_long_factors(name: str, rope: Mapping[str, Any], config: Mapping[str,
     wanted = _count_frequencies(rope, config)
     for key in ("short_factor", "long_factor"):
         factors: Any = rope.get(key)
-        check_kind(ConfigError, f"{name}: {key}", factors, list, "a list of numbers above 0")
+        _check.kind(f"{name}: {key}", factors, list, "a list of numbers above 0")
         for factor in factors:
-            check_number(ConfigError, f"{name}: {key}: a factor", factor)
+            _check.number(f"{name}: {key}: a factor", factor)
         if wanted is not None and len(factors) != wanted:
             raise ConfigError(
                 f"{name}: {key} has {len(factors)} numbers, the model's heads need {wanted}. Give {wanted}"

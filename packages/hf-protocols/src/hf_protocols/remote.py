@@ -8,10 +8,10 @@ from enum import Enum
 from inspect import Parameter, signature
 from typing import Any, Final, Literal, TypeVar, get_args
 
-from hf_protocols.arguments import check_columns, show
 from hf_protocols.dataflow import CallKind
 from hf_protocols.errors import ProtocolError
 from hf_protocols.transfer import TransferProtocol
+from hf_protocols.validation import Checks, show
 
 __all__ = [
     "FROM_ARGUMENT",
@@ -23,6 +23,8 @@ __all__ = [
     "register",
     "registered_methods",
 ]
+
+_check = Checks(ProtocolError)
 
 Rows = Literal["same", "times", "unknown"]
 Returns = Literal["batch", "metrics", "object"]
@@ -106,7 +108,7 @@ def register(
         protocol=protocol,
         rows=rows,
         returns=returns,
-        reads=None if reads is None else check_columns(ProtocolError, "reads", reads, may_lack=True),
+        reads=None if reads is None else _check.columns("reads", reads, may_lack=True),
         writes=_check_writes(writes),
         kind=kind,
     )
@@ -130,7 +132,7 @@ def register(
 def _check_writes(writes: object) -> tuple[str, ...] | FromArgument | None:
     if writes is None or isinstance(writes, FromArgument):
         return writes
-    return check_columns(ProtocolError, "writes", writes, may_lack=False)
+    return _check.columns("writes", writes, may_lack=False)
 
 
 def _takes_arguments(method: Callable[..., Any]) -> bool:

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, starmap
 
-from hf_protocols.arguments import check_kind, check_sizes, check_weights, show
 from hf_protocols.errors import BatchError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["RowSelection", "split_rows"]
+
+_check = Checks(BatchError)
 
 _MOST_CHUNKS = 2**20
 
@@ -79,7 +81,7 @@ class RowSelection:
         return chain.from_iterable(starmap(range, self.intervals))
 
     def __add__(self, other: RowSelection) -> RowSelection:
-        check_kind(BatchError, "a RowSelection + other", other, RowSelection, "a RowSelection")
+        _check.kind("a RowSelection + other", other, RowSelection, "a RowSelection")
         return RowSelection(self.intervals + other.intervals)
 
     def take(self, positions: RowSelection) -> RowSelection:
@@ -88,7 +90,7 @@ class RowSelection:
         Raises:
             IndexError: for a position beyond the end.
         """
-        check_kind(BatchError, "take: positions", positions, RowSelection, "a RowSelection")
+        _check.kind("take: positions", positions, RowSelection, "a RowSelection")
         ends, intervals = self._ends, self.intervals
         taken: list[tuple[int, int]] = []
         for start, stop in positions.intervals:
@@ -109,7 +111,7 @@ class RowSelection:
         Raises:
             BatchError: if `times` is below one or not a whole number.
         """
-        check_kind(BatchError, "repeat: times", times, int, "a whole number")
+        _check.kind("repeat: times", times, int, "a whole number")
         if times < 1:
             raise BatchError(f"rows cannot be repeated {show(times)} times. Repeat them at least once")
         return RowSelection(tuple((start * times, stop * times) for start, stop in self.intervals))
@@ -143,8 +145,8 @@ def split_rows(
     Raises:
         BatchError: for fewer rows than chunks, no chunk, or weights that are not one finite number per row.
     """
-    check_sizes(BatchError, num_rows, weights)
-    check_kind(BatchError, what, num_chunks, int, "a whole number of them")
+    _check.sizes(num_rows, weights)
+    _check.kind(what, num_chunks, int, "a whole number of them")
     if num_chunks < 1:
         raise BatchError(f"{num_rows} rows cannot be split into {show(num_chunks)} {what}. Use at least 1")
     if num_chunks > _MOST_CHUNKS:
@@ -155,7 +157,7 @@ def split_rows(
             f"give a batch of at least {num_chunks} rows, or fewer {what}"
         )
     if weights is not None:
-        check_weights(BatchError, weights, num_rows)
+        _check.weights(weights, num_rows)
     small, larger = divmod(num_rows, num_chunks)
     ends = [small * (i + 1) + min(i + 1, larger) for i in range(num_chunks)]
     contiguous = [RowSelection.range(start, stop) for start, stop in zip([0, *ends[:-1]], ends, strict=True)]

@@ -14,13 +14,15 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from hf_protocols.arguments import check_count, check_kind, check_weights, show
 from hf_protocols.errors import ProtocolError
 from hf_protocols.selection import RowSelection, split_rows
 from hf_protocols.topology import Axis, Topology
 from hf_protocols.transfer import Collection, TransferProtocol, compute_held_rows, route
+from hf_protocols.validation import Checks, show
 
 __all__ = ["check_transfer_protocol"]
+
+_check = Checks(ProtocolError)
 
 
 def check_transfer_protocol(
@@ -44,12 +46,12 @@ def check_transfer_protocol(
     Raises:
         ProtocolError: naming the protocol, the law and the rank or row that breaks it; for arguments of other kinds.
     """
-    check_kind(ProtocolError, "check_transfer_protocol: protocol", protocol, TransferProtocol, "a TransferProtocol")
-    check_kind(ProtocolError, "check_transfer_protocol: topology", topology, Topology, "a Topology")
-    check_count(ProtocolError, "num_rows", num_rows, least=0)
-    check_count(ProtocolError, "copies", copies)
+    _check.kind("check_transfer_protocol: protocol", protocol, TransferProtocol, "a TransferProtocol")
+    _check.kind("check_transfer_protocol: topology", topology, Topology, "a Topology")
+    _check.count("num_rows", num_rows, least=0)
+    _check.count("copies", copies)
     if weights is not None:
-        check_weights(ProtocolError, weights, num_rows)
+        _check.weights(weights, num_rows)
     law = _Laws(protocol.name, num_rows)
     selections = protocol.distribute(topology, num_rows, weights)
     collection = protocol.collect(topology)

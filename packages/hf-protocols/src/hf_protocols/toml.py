@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_protocols.arguments import shorten
 from hf_protocols.errors import ConfigError
 from hf_protocols.paths import read_text
+from hf_protocols.validation import shorten
 
 __all__ = ["find_unwritable", "format_toml_value", "parse_toml", "read_toml"]
 

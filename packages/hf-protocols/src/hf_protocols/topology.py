@@ -14,10 +14,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import TopologyError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Axis", "Coordinate", "GenerationSpec", "Grouping", "Order", "ParallelSpec", "Topology"]
+
+_check = Checks(TopologyError)
 
 Order = Literal["megatron", "contiguous"]
 """The order in which ranks are numbered; see `Topology`."""
@@ -32,7 +34,7 @@ _GENERATION_AXES = ("gen_tp", "gen_pp", "micro_dp", "gen_replica")
 def _check_sizes(spec: ParallelSpec | GenerationSpec) -> None:
     for field in fields(spec):
         size = getattr(spec, field.name)
-        check_count(TopologyError, field.name, size)
+        _check.count(field.name, size)
         if size > sys.maxsize:
             raise TopologyError(f"{field.name}={show(size)} must be at most {sys.maxsize}")
 
@@ -143,11 +145,9 @@ class Topology:
     grouping: Grouping = "hybridflow"
 
     def __post_init__(self) -> None:
-        check_kind(
-            TopologyError, "train", self.train, ParallelSpec, 'a ParallelSpec, such as ParallelSpec.parse("1-8-2")'
-        )
+        _check.kind("train", self.train, ParallelSpec, 'a ParallelSpec, such as ParallelSpec.parse("1-8-2")')
         wanted = 'a GenerationSpec, such as GenerationSpec.parse("1-2"), or None'
-        check_kind(TopologyError, "generation", self.generation, GenerationSpec | None, wanted)
+        _check.kind("generation", self.generation, GenerationSpec | None, wanted)
         if self.order not in get_args(Order):
             raise TopologyError(f"order={show(self.order)}: give one of {', '.join(get_args(Order))}")
         if self.grouping not in get_args(Grouping):
@@ -187,7 +187,7 @@ class Topology:
         Raises:
             TopologyError: for a rank outside 0 ... world_size - 1.
         """
-        check_kind(TopologyError, "rank", rank, type(None) if isinstance(rank, bool) else int, "a whole number")
+        _check.kind("rank", rank, type(None) if isinstance(rank, bool) else int, "a whole number")
         if not 0 <= rank < self.world_size:
             raise TopologyError(f"rank {rank} is not among the {self.world_size} ranks of this topology")
         return self._coordinates[rank]
@@ -201,7 +201,7 @@ class Topology:
         train = self.train
         for axis, at in (("pp", pp), ("tp", tp), ("dp", dp), ("cp", cp)):
             size = getattr(train, f"{axis}_size")
-            check_kind(TopologyError, axis, at, int, "a whole number")
+            _check.kind(axis, at, int, "a whole number")
             if not 0 <= at < size:
                 raise TopologyError(f"{axis}={at} is not among the {axis}_size={size} coordinates of this axis")
         if self.order == "megatron":

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
-from hf_protocols.arguments import are_whole, check_count, check_kind, check_sizes, show
 from hf_protocols.errors import BatchError, ProtocolError
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.selection import RowSelection
 from hf_protocols.topology import Topology
+from hf_protocols.validation import Checks, are_whole, show
 
 __all__ = [
     "Collect",
@@ -32,6 +32,9 @@ __all__ = [
     "compute_held_rows",
     "route",
 ]
+
+_check_batch = Checks(BatchError)
+_check_protocol = Checks(ProtocolError)
 
 Item = TypeVar("Item")
 
@@ -99,7 +102,7 @@ class _Distribute:
     only_to: _Collect | None
 
     def __call__(self, topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
-        check_sizes(BatchError, num_rows, weights)
+        _check_batch.sizes(num_rows, weights)
         answer = _ask(self.protocol, "distribute", self.function, topology, num_rows, weights)
         if not isinstance(answer, list | tuple) or not all(isinstance(each, RowSelection) for each in answer):
             raise ProtocolError(
@@ -156,7 +159,7 @@ def _own_function(function: Any) -> Any:
 
 
 def _ask(protocol: str, what: str, function: Any, *inputs: Any) -> Any:
-    check_kind(ProtocolError, "topology", inputs[0], Topology, "a Topology")
+    _check_protocol.kind("topology", inputs[0], Topology, "a Topology")
     label = f"protocol {show(protocol)}: {what}"
     with raised_as(lambda error: ProtocolError(f"{label} raised {type(error).__name__}: {error}")):
         return function(*inputs)
@@ -175,7 +178,7 @@ class PerRank(Generic[Item]):
     def __post_init__(self) -> None:
         is_text = isinstance(self.items, str | bytes)
         wanted = "a list with one item for each rank"
-        check_kind(ProtocolError, "PerRank's items", self.items, type(None) if is_text else Sequence, wanted)
+        _check_protocol.kind("PerRank's items", self.items, type(None) if is_text else Sequence, wanted)
 
 
 class Piece(NamedTuple):
@@ -215,10 +218,10 @@ def compute_held_rows(
         BatchError: for selections of other kinds, or of rows that the input does not have.
         ProtocolError: for a collected rank without a selection.
     """
-    check_kind(BatchError, "collection", collection, Collection, "what a protocol collects")
-    check_kind(BatchError, "selections", selections, Sequence, "a RowSelection for each rank")
-    check_count(BatchError, "num_rows", num_rows, least=0)
-    check_count(BatchError, "times", times)
+    _check_batch.kind("collection", collection, Collection, "what a protocol collects")
+    _check_batch.kind("selections", selections, Sequence, "a RowSelection for each rank")
+    _check_batch.count("num_rows", num_rows, least=0)
+    _check_batch.count("times", times)
     if max(collection.ranks, default=-1) >= len(selections):
         raise ProtocolError(
             f"the collected ranks {show(collection.ranks)} need a selection each, got {len(selections)}. Pass those of "
@@ -226,7 +229,7 @@ def compute_held_rows(
         )
     inputs = {rank: selections[rank] for rank in collection.ranks}
     for rank, rows in inputs.items():
-        check_kind(BatchError, f"selections[{rank}]", rows, RowSelection, "a RowSelection")
+        _check_batch.kind(f"selections[{rank}]", rows, RowSelection, "a RowSelection")
         if rows.end > num_rows:
             raise BatchError(f"selections[{rank}] has row {rows.end - 1}, num_rows={num_rows}. Use rows of the input")
     if _partitions(inputs.values(), num_rows):
@@ -259,7 +262,7 @@ def route(held: Mapping[int, RowSelection], wanted: Sequence[RowSelection]) -> R
     Raises:
         ProtocolError: if a row is held twice, or wanted but not held; for values of other kinds.
     """
-    check_kind(ProtocolError, "route: wanted", wanted, Sequence, "a list of RowSelections")
+    _check_protocol.kind("route: wanted", wanted, Sequence, "a list of RowSelections")
     index = RowIndex(held)
     for rank, rows in enumerate(wanted):
         _check_rows("wanted", rank, rows)
@@ -277,7 +280,7 @@ class RowIndex:
     """
 
     def __init__(self, held: Mapping[int, RowSelection]) -> None:
-        check_kind(ProtocolError, "route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
+        _check_protocol.kind("route: held", held, Mapping, "a mapping of producer ranks to RowSelections")
         for rank, rows in held.items():
             _check_rows("held", rank, rows)
         num_intervals = sum(len(rows.intervals) for rows in held.values())
@@ -291,7 +294,7 @@ class RowIndex:
         Raises:
             ProtocolError: if a row is held by nobody; for what is not a RowSelection.
         """
-        check_kind(ProtocolError, "wanted", wanted, RowSelection, "a RowSelection")
+        _check_protocol.kind("wanted", wanted, RowSelection, "a RowSelection")
         return tuple(self._index.find(wanted))
 
 

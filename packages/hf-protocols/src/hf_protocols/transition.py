@@ -8,11 +8,13 @@ from math import inf
 from numbers import Real
 from typing import Literal, get_args
 
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import TopologyError
 from hf_protocols.topology import Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Method", "TransitionCost", "compute_transition_cost"]
+
+_check = Checks(TopologyError)
 
 Method = Literal["hybridflow", "hybridflow-v", "ds-chat"]
 
@@ -48,7 +50,7 @@ def compute_transition_cost(
         TopologyError: for an unknown method, or sizes that do not nest (`plan_transition` of hf-engine is exact
             for those).
     """
-    check_kind(TopologyError, "topology", topology, Topology, "a Topology with a generation layout")
+    _check.kind("topology", topology, Topology, "a Topology with a generation layout")
     if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not 0 <= parameter_bytes < inf:
         raise TopologyError(f"parameter_bytes={show(parameter_bytes)}: give the bytes of the whole model, such as 14e9")
     if method not in get_args(Method):

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hf_protocols.arguments import check_number, describe_names, show
 from hf_protocols.errors import BatchError, ConfigError
+from hf_protocols.validation import Checks, describe_names, show
 
 __all__ = ["check_bound", "check_choice", "check_ddof", "check_finite", "check_share", "read_columns", "split_groups"]
+
+_check = Checks(ConfigError)
 
 _PER_TOKEN = frozenset(
     {"response_mask", "old_logprobs", "ref_logprobs", "teacher_logprobs", "rollout_logprobs", "values", "cost_values"}
@@ -99,7 +101,7 @@ def check_share(name: str, value: object) -> None:
 def check_bound(name: str, value: object, *, may_be_zero: bool = True, may_be_none: bool = False) -> None:
     """Refuse what is not a finite number of at least 0, or above 0; None where it `may_be_none`."""
     if not (value is None and may_be_none):
-        check_number(ConfigError, name, value, may_be_zero=may_be_zero)
+        _check.number(name, value, may_be_zero=may_be_zero)
 
 
 def check_finite(name: str, value: object) -> None:

@@ -19,8 +19,8 @@ from hf_algorithms.advantages._returns import (
     whiten,
 )
 from hf_algorithms.advantages.shaping import TRUNCATED, clip_scores, subtract_missing_eos
-from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError, ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["GAE", "LagrangianAdvantage"]
 

@@ -18,8 +18,8 @@ from hf_algorithms.advantages._columns import (
 )
 from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spread_scores
 from hf_algorithms.advantages.shaping import clip_scores
-from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError, ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["GroupAdvantage", "GroupOfOne", "StdOver", "refuse_group_of_one"]
 

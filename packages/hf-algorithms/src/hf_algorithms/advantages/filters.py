@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_algorithms.advantages._columns import split_groups
-from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError
+from hf_protocols.validation import show
 
 __all__ = ["RESPONSE_TOKENS", "FilterMetric", "has_zero_variance", "select_groups"]
 

@@ -9,10 +9,12 @@ from statistics import fmean
 from typing import Any, Literal, get_args
 
 from hf_algorithms.advantages._columns import check_bound, check_choice, check_finite
-from hf_protocols.arguments import check_count
 from hf_protocols.errors import BatchError, ConfigError
+from hf_protocols.validation import Checks
 
 __all__ = ["Multiplier"]
+
+_check = Checks(ConfigError)
 
 Space = Literal["log", "projected"]
 
@@ -58,7 +60,7 @@ class Multiplier:
         check_bound("lambda_init", self.init, may_be_zero=self.space == "projected")
         check_bound("lambda_learning_rate", self.learning_rate)
         check_bound("lambda_max", self.maximum, may_be_zero=False, may_be_none=True)
-        check_count(ConfigError, "cost_window", self.window)
+        _check.count("cost_window", self.window)
         check_finite("cost_limit", self.limit)
         if self.init > self._bound:
             raise ConfigError(f"lambda_init={self.init} is above lambda_max={self._bound}. Lower the first.")

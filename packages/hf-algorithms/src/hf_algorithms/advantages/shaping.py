@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["TRUNCATED", "LengthTerm", "clip_scores", "subtract_missing_eos"]
 

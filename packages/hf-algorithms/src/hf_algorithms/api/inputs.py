@@ -19,9 +19,9 @@ from typing import Any, TypeGuard
 
 from hf_algorithms.api.value_names import rewording
 from hf_algorithms.users_code import pickle_with_module
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught
+from hf_protocols.validation import show
 
 __all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "check_name", "temporary_inputs"]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.api.inputs import InputFolder
 from hf_algorithms.api.value_names import naming_parameters
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.toml import read_toml
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.trackers import MetricsHook

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from hf_algorithms.atomic_files import sync, sync_tree, write_text
 from hf_protocols import HybridFlowError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = [
     "STEPS",

@@ -13,7 +13,7 @@ from typing import Any
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.checkpoints.commit import CheckpointError, leaves_folder
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["PROGRAM", "Program", "load_generators", "read_program", "save_generators", "write_program"]
 

@@ -18,7 +18,7 @@ from hf_algorithms.checkpoints.saver import list_trained
 from hf_algorithms.config import DeadlinesConfig
 from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

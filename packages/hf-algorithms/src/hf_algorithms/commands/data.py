@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from hf_algorithms.api.value_names import naming_flags
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.paths import read_path
 from hf_protocols.toml import parse_toml
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

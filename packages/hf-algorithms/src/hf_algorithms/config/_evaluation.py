@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 
 from hf_algorithms.config._section import Section, UserPath
 from hf_algorithms.recipes import Recipe, SupervisedRecipe
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config._sections import Config

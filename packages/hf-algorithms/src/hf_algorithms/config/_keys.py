@@ -12,8 +12,8 @@ from pydantic import BaseModel
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import RECIPES, Recipe, SupervisedRecipe
-from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 __all__ = ["config_keys", "hint", "hint_nested", "list_unknown"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_protocols.arguments import shorten, show
+from hf_protocols.validation import shorten, show
 
 __all__ = ["describe_problem"]
 

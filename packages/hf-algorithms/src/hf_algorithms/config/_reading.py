@@ -23,10 +23,10 @@ from hf_algorithms.recipes.conventions import expand_conventions
 from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
-from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, parse_toml, read_toml
+from hf_protocols.validation import shorten, shorten_list, show
 
 __all__ = ["load_config", "parse_config", "set_key"]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_algorithms.url_secrets import has_secret, hide_secrets
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import shorten, show
 
 __all__ = ["check_secrets"]
 

@@ -26,8 +26,8 @@ from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
 from hf_algorithms.config._section import Positive, Section, UserPath
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, SupervisedRecipe, share_bases
-from hf_protocols.arguments import show
 from hf_protocols.paths import expand_path
+from hf_protocols.validation import show
 
 __all__ = [
     "ClusterConfig",

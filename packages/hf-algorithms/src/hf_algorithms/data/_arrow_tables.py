@@ -17,9 +17,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.validation import show
 
 __all__ = ["Binary", "DatasetTable", "ParquetTable", "open_dataset_directory", "open_hub_dataset"]
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import shorten_list, show
 
 __all__ = [
     "ANSWER_COLUMNS",

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from hf_algorithms.data._addition import ExampleFiles
 from hf_algorithms.data._rows import Row, read_records, write_rows
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.validation import show
 
 __all__ = ["write_gsm8k_data", "write_gsm8k_preferences", "write_gsm8k_steps"]
 

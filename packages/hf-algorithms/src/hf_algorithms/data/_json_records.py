@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 __all__ = ["SpelledNumber", "describe_json_kind", "parse_object"]
 

@@ -17,8 +17,8 @@ from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._system_column import begin_with, check_field, read_system
 from hf_algorithms.data._tables import Table, open_tables
 from hf_algorithms.data._turns import TurnFormat
-from hf_protocols.arguments import shorten_list, show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import shorten_list, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -13,7 +13,7 @@ from hf_algorithms.data._rows import Row, RowFile, Rows
 from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
 from hf_algorithms.data._turns import TurnFormat
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = [
     "BlocksReport",

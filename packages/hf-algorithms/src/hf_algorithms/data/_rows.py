@@ -15,8 +15,8 @@ from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_f
 from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
 from hf_algorithms.data._tables import FORMATS, Table, open_tables
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 __all__ = [
     "SAMPLE_RECORDS",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data._rows import Message
 from hf_algorithms.data._turns import TurnFormat
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

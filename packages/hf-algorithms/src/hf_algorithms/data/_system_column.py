@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_algorithms.data._rows import Message, check_characters
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 __all__ = ["begin_with", "check_field", "read_system"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_algorithms.data._json_records import parse_object
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 __all__ = ["CsvTable", "JsonLinesTable", "JsonTable"]
 

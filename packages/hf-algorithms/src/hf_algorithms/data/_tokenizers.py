@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, ModelError
 from hf_protocols.outer_files import check_is_itself, read_json_object
+from hf_protocols.validation import shorten, show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

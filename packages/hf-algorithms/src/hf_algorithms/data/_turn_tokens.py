@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.data._turns import TurnFormat
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,9 +12,9 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_algorithms.data._rows import Message
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError, ModelError
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

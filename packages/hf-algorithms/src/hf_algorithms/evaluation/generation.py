@@ -19,8 +19,8 @@ from hf_algorithms.models.initial_model import check_vocabulary, without_progres
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
 from hf_algorithms.preflight.placement import check_backend_options
 from hf_protocols import BackendError, ConfigError
-from hf_protocols.arguments import check_count, show
 from hf_protocols.paths import read_path
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from hf_protocols import ModelShape
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerationResult", "Policy", "generate", "read_policy", "read_prompts"]
+
+_check = Checks(ConfigError)
 
 DEFAULT_NEW_TOKENS = 256
 """Tokens of a response at most, where the model's context has room for them."""
@@ -259,7 +261,7 @@ def read_prompts(
         prompt_field, answer_field = data.prompt_field, data.answer_field
     rows = open_rows([(read_path("data", path), None)], prompt_field=prompt_field, answer_field=answer_field)
     if most_rows is not None:
-        check_count(ConfigError, "rows", most_rows)
+        _check.count("rows", most_rows)
         rows = rows.first(most_rows)
     return rows, PromptDataset(rows, policy.turns.tokenizer, turns=policy.turns, source=f"data = {show(path)}")
 

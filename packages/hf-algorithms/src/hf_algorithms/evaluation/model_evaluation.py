@@ -20,8 +20,8 @@ from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of
 from hf_algorithms.evaluation.sets import SetResult, evaluate_set
 from hf_algorithms.rewards import check_metric
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

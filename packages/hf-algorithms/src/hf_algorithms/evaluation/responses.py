@@ -12,7 +12,7 @@ from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions
 from hf_algorithms.roles import least_rows
 from hf_algorithms.url_secrets import hide_secrets
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_count, show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_algorithms.data import PromptDataset, TurnFormat
@@ -23,11 +23,12 @@ __all__ = [
     "Response",
     "ResponseScorer",
     "build_sampling_of",
-    "check_count",
     "check_room",
     "draw_responses",
     "name_metrics",
 ]
+
+_check = Checks(ConfigError)
 
 _MOST_SAMPLES = 512
 """Of one call, where a prompt has fewer: what is complete after each call is written."""
@@ -81,7 +82,7 @@ def build_sampling_of(
     from hf_engine import SamplingParams
 
     for name, count in (("samples", samples), ("max_new_tokens", max_new_tokens)):
-        check_count(ConfigError, name, count)
+        _check.count(name, count)
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
     if not 0 <= temperature < float("inf") or 0 < temperature < 1e-6:  # logits divided by less may overflow

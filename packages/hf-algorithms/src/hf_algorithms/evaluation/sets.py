@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.evaluation.metric_summary import CORRECT, MetricSummary, summarize_scores
 from hf_algorithms.evaluation.responses import Response, ResponseScorer, draw_responses
 from hf_protocols import RewardError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.data import PromptDataset, TurnFormat

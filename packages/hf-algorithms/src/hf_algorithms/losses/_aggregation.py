@@ -11,9 +11,11 @@ import torch
 from hf_algorithms.advantages.shaping import TRUNCATED
 from hf_algorithms.jagged import pad_rows
 from hf_protocols import BatchError, ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Aggregation", "AggregationMode", "count_group_tokens"]
+
+_check = Checks(ConfigError)
 
 AggregationMode = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean"]
 
@@ -56,7 +58,7 @@ class Aggregation:
             known = ", ".join(get_args(AggregationMode))
             raise ConfigError(f"aggregation={show(self.mode)}: is not a known mode. Use one of {known}")
         if self.mode == "constant":
-            check_number(ConfigError, "loss_denominator", self.constant)
+            _check.number("loss_denominator", self.constant)
         elif self.constant is not None:
             raise ConfigError(
                 f"loss_denominator={show(self.constant)}: aggregation={show(self.mode)} divides by no constant. "

@@ -9,9 +9,11 @@ import torch
 
 from hf_algorithms.kl import estimate_kl
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Correction", "CorrectionKind", "measure_mismatch"]
+
+_check = Checks(ConfigError)
 
 CorrectionKind = Literal["tis", "icepop", "sequence_mask"]
 
@@ -53,8 +55,8 @@ class Correction:
             raise ConfigError(f"correction={show(self.kind)}: is not a known correction. Use one of {known}")
         if self.statistic not in ("geometric", "product"):
             raise ConfigError(f"statistic={show(self.statistic)}: is not known. Use 'geometric' or 'product'")
-        check_number(ConfigError, "correction_low", self.low, may_be_zero=True)
-        check_number(ConfigError, "correction_high", self.high)
+        _check.number("correction_low", self.low, may_be_zero=True)
+        _check.number("correction_high", self.high)
         if self.low >= self.high:
             raise ConfigError(
                 f"correction_low={show(self.low)}: is not below correction_high={show(self.high)}. Lower it"

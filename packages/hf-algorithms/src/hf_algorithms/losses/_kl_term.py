@@ -8,9 +8,11 @@ from typing import Literal
 import torch
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["KLTerm"]
+
+_check = Checks(ConfigError)
 
 _LARGEST_EXPONENT = 20.0
 
@@ -39,7 +41,7 @@ class KLTerm:
     gradient: Literal["value", "unbiased", "ratio"] = "unbiased"
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "kl_coefficient", self.coefficient, may_be_zero=True)
+        _check.number("kl_coefficient", self.coefficient, may_be_zero=True)
         if self.estimator not in ("k1", "k2", "k3"):
             raise ConfigError(f"kl_estimator={show(self.estimator)}: is not a known estimator. Use k1, k2 or k3")
         if self.gradient not in ("value", "unbiased", "ratio"):

@@ -13,8 +13,8 @@ from hf_algorithms.losses._supervised import SupervisedLoss
 from hf_algorithms.losses._surrogates import Reinforce
 from hf_algorithms.losses._value import ValueLoss
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 __all__ = ["find_loss"]
 

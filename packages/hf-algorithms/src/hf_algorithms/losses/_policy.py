@@ -16,10 +16,12 @@ from hf_algorithms.losses._loss import Metrics
 from hf_algorithms.losses._surrogates import Clip, Surrogate, Tokens
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import BatchError, ConfigError
-from hf_protocols.arguments import check_number, describe_names, show
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import Checks, describe_names, show
 
 __all__ = ["GAP_BOUND", "PolicyLoss"]
+
+_check = Checks(ConfigError)
 
 GAP_BOUND = 0.1
 """Nats: log-probs are counted on which two engines differ by more. In float32 it is 1e-5, in bfloat16 0.01 to 0.05."""
@@ -57,8 +59,8 @@ class PolicyLoss:
         if self.old not in ("column", "current"):
             raise ConfigError(f"old={show(self.old)}: is not known. Use 'column' or 'current'")
         if self.log_ratio_clamp is not None:
-            check_number(ConfigError, "log_ratio_clamp", self.log_ratio_clamp)
-        check_number(ConfigError, "entropy_coefficient", self.entropy_coefficient, may_be_zero=True)
+            _check.number("log_ratio_clamp", self.log_ratio_clamp)
+        _check.number("entropy_coefficient", self.entropy_coefficient, may_be_zero=True)
 
     @property
     def outputs(self) -> tuple[str, ...]:

@@ -11,9 +11,11 @@ import torch
 from hf_algorithms.jagged import pad_rows
 from hf_algorithms.losses._loss import Metrics
 from hf_protocols import BatchError, ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["PreferenceLoss", "PreferencePairs", "label_pairs"]
+
+_check = Checks(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class PreferenceLoss:
     def __post_init__(self) -> None:
         if self.kind not in ("dpo", "ipo"):
             raise ConfigError(f"kind={show(self.kind)}: is not a known preference loss. Use 'dpo' or 'ipo'")
-        check_number(ConfigError, "beta", self.beta)
+        _check.number("beta", self.beta)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ from torch.nn.functional import softplus
 
 from hf_algorithms.losses._loss import Metrics
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number
+from hf_protocols.validation import Checks
 
 __all__ = ["CostRankingLoss", "RankingLoss"]
+
+_check = Checks(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class RankingLoss:
     regularization: float = 0.0
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "regularization", self.regularization, may_be_zero=True)
+        _check.number("regularization", self.regularization, may_be_zero=True)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -79,7 +81,7 @@ class CostRankingLoss:
     regularization: float = 0.001
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "regularization", self.regularization, may_be_zero=True)
+        _check.number("regularization", self.regularization, may_be_zero=True)
 
     @property
     def reads(self) -> tuple[str, ...]:

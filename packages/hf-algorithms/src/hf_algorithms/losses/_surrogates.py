@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import torch
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number, show
+from hf_protocols.validation import Checks, show
 
 __all__ = [
     "CISPO",
@@ -30,6 +30,8 @@ __all__ = [
     "Surrogate",
     "Tokens",
 ]
+
+_check = Checks(ConfigError)
 
 _Answer = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -100,8 +102,8 @@ class _Ranged(_OfRatio):
     high: float
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "clip_low", self.low, may_be_zero=True)
-        check_number(ConfigError, "clip_high", self.high, may_be_zero=True)
+        _check.number("clip_low", self.low, may_be_zero=True)
+        _check.number("clip_high", self.high, may_be_zero=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,11 +127,11 @@ class Clip(_Ranged):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dual is not None:
-            check_number(ConfigError, "dual_clip", self.dual)
+            _check.number("dual_clip", self.dual)
             if self.dual <= 1:
                 raise ConfigError(f"dual_clip={show(self.dual)}: must be above 1. Use about 3")
         if self.ratio_cap is not None:
-            check_number(ConfigError, "ratio_cap", self.ratio_cap)
+            _check.number("ratio_cap", self.ratio_cap)
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss and the clips, also `clip_dual` and `truncated_fraction` where these are on."""
@@ -208,8 +210,8 @@ class SAPO(_OfRatio):
     tau_negative: float = 1.05
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "tau_positive", self.tau_positive)
-        check_number(ConfigError, "tau_negative", self.tau_negative)
+        _check.number("tau_positive", self.tau_positive)
+        _check.number("tau_negative", self.tau_negative)
 
     def __call__(self, tokens: Tokens) -> _Answer:
         """Returns the loss, and no clips."""
@@ -258,8 +260,8 @@ class DPPOTV:
     """q's log-probs: `rollout_logprobs`, as in the paper, or the old ones, as in verl."""
 
     def __post_init__(self) -> None:
-        check_number(ConfigError, "threshold", self.threshold)
-        check_number(ConfigError, "ratio_cap", self.ratio_cap)
+        _check.number("threshold", self.threshold)
+        _check.number("ratio_cap", self.ratio_cap)
         if self.anchor not in ("sampler", "old"):
             raise ConfigError(f"anchor={show(self.anchor)}: is not a known anchor. Use 'sampler' or 'old'")
 

@@ -12,9 +12,11 @@ from hf_algorithms.losses._aggregation import Aggregation
 from hf_algorithms.losses._loss import Metrics
 from hf_algorithms.value_scale import ValueScale
 from hf_protocols import ConfigError
-from hf_protocols.arguments import check_number
+from hf_protocols.validation import Checks
 
 __all__ = ["VALUE_MOMENTS", "ValueLoss", "compute_explained_variance"]
+
+_check = Checks(ConfigError)
 
 VALUE_MOMENTS = ("returns_mean", "returns_square", "error_mean", "squared_error")
 """Metrics of `ValueLoss` that `compute_explained_variance` reads."""
@@ -42,7 +44,7 @@ class ValueLoss:
 
     def __post_init__(self) -> None:
         if self.clip is not None:
-            check_number(ConfigError, "value_clip", self.clip)
+            _check.number("value_clip", self.clip)
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from hf_algorithms.roles import least_rows
 from hf_engine import ChecksAdapters, load_train_backend, merge_adapter
 from hf_engine.model_directory import is_adapter, read_model_directory
 from hf_protocols import BackendError, ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

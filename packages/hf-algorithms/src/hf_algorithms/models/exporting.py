@@ -14,8 +14,8 @@ from hf_algorithms.models.model_source import ModelSource, find_model_source, ho
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
+from hf_protocols.validation import show
 
 __all__ = ["export", "state_padding"]
 

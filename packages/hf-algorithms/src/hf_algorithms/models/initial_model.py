@@ -29,7 +29,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

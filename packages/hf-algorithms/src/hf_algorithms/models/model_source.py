@@ -17,8 +17,8 @@ from hf_algorithms.run.directory import ORIGIN, is_run
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.paths import read_path
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.origin import RunOrigin

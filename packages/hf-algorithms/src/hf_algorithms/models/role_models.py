@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hf_algorithms.data import read_template
 from hf_algorithms.models.initial_model import Head, InitialModel, read_role_model
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hf_algorithms.rewards import check_servers
 from hf_controller import check_local_start, choose_store_bytes
 from hf_protocols import ConfigError, read_machine_limits
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

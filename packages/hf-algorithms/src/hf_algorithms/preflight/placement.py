@@ -23,8 +23,8 @@ from hf_protocols import (
     PlanError,
     read_machine_limits,
 )
-from hf_protocols.arguments import show
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig

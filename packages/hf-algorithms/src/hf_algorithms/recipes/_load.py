@@ -11,9 +11,9 @@ from typing import Any
 from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import ConfigError
-from hf_protocols.arguments import shorten_list, show
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import shorten_list, show
 
 __all__ = ["load_recipe"]
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import BatchError, ConfigError, HybridFlowError
-from hf_protocols.arguments import show
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles

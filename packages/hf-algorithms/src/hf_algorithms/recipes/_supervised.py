@@ -11,8 +11,8 @@ from pydantic import Field
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.recipes._recipe import Recipe
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["CONVENTIONS", "RELEASES", "expand_conventions"]
 

@@ -32,7 +32,7 @@ from hf_algorithms.recipes._steps import (
     train_by_scores,
 )
 from hf_protocols import BatchError, ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles

@@ -37,7 +37,7 @@ from hf_algorithms.recipes._steps import (
     mini_batches,
     update_policy,
 )
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.roles import Roles

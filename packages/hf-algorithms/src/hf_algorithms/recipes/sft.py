@@ -22,8 +22,8 @@ from hf_algorithms.recipes._supervised import (
     SupervisedRecipe,
     refuse_unread,
 )
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from hf_algorithms.checkpoints.origin import move_paths
 from hf_algorithms.replay.batches import read_batch
 from hf_algorithms.replay.recorder import CALL, REPLAY, SCHEMA, STATE
 from hf_algorithms.replay.values import ReplayError, decode_value
-from hf_protocols.arguments import show
 from hf_protocols.outer_files import read_json_object
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -14,8 +14,8 @@ from hf_algorithms.checkpoints.commit import STEPS, CheckpointError, find_commit
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.replay.values import ReplayError
 from hf_protocols import registered_methods
-from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._timeline import TimelineCall
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 __all__ = ["Breakdown", "PoolUsage", "Usage", "compute_breakdown", "measure_union"]
 

@@ -14,9 +14,9 @@ from hf_algorithms.rewards._http import check_address, check_connection, is_url
 from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
-from hf_protocols.arguments import shorten, shorten_list, show
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.validation import shorten, shorten_list, show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

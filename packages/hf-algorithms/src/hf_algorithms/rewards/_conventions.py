@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hf_algorithms.rewards._trainer import TRAINER_VALUES
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["ANSWER_NAMES", "CONVENTIONS", "Binding", "Convention", "Style", "bind_function"]
 

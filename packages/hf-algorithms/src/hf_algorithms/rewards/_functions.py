@@ -23,9 +23,9 @@ from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import pickle_with_module
 from hf_protocols import read_machine_limits
-from hf_protocols.arguments import show
 from hf_protocols.errors import RewardError
 from hf_protocols.foreign_code import Caught
+from hf_protocols.validation import show
 
 __all__ = ["FunctionSpec", "ScoredSamples", "ScoringFunctions"]
 

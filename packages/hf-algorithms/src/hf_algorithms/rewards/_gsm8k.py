@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from hf_algorithms.rewards._check import answers_checked_by
 from hf_algorithms.rewards._numbers import find_numbers, plain_text, read_number
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["gsm8k_accuracy", "gsm8k_reward"]
 

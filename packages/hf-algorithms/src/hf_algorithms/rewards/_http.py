@@ -19,8 +19,8 @@ from hf_algorithms.rewards._conventions import Style
 from hf_algorithms.rewards._pool.messages import CallExpired
 from hf_algorithms.rewards._trainer import TRAINER_VALUES
 from hf_algorithms.url_secrets import fill_variables, hide_secrets
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError, RewardError
+from hf_protocols.validation import shorten, show
 
 __all__ = ["HTTPScorer", "check_address", "check_connection", "is_url"]
 

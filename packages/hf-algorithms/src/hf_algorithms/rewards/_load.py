@@ -17,9 +17,9 @@ from typing import Any
 
 from hf_algorithms.users_code import describe_raised
 from hf_controller import Terminated
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import shorten, show
 
 __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from hf_algorithms.rewards._check import answers_checked_by
 from hf_algorithms.rewards._numbers import find_final_number, read_answer
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import show
 
 __all__ = ["math_verify", "number_match"]
 

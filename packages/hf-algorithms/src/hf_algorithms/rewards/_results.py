@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.rewards._trainer import CallLog

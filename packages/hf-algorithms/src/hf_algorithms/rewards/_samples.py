@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_algorithms.rewards._conventions import ANSWER_NAMES, Binding
 from hf_algorithms.rewards._trainer import TRAINER_VALUES, CallLog, TrainerState
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["Samples"]
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from hf_algorithms.atomic_files import replace_folder, sync, sync_tree, write_text
 from hf_algorithms.run.lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["ORIGIN", "RunDirectory", "RunDirectoryError", "RunListener", "is_run"]
 

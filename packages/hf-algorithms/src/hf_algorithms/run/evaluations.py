@@ -11,7 +11,7 @@ from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of
 from hf_algorithms.evaluation.sets import evaluate_set
 from hf_algorithms.rewards import check_metric
 from hf_protocols import DataError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, EvaluationConfig

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from hf_algorithms.recipes import StepError
-from hf_protocols.arguments import show
 from hf_protocols.metrics import merge_metrics
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller import MetricsFuture

@@ -36,8 +36,8 @@ from hf_algorithms.run.wiring import build_roles
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

@@ -20,9 +20,9 @@ from hf_algorithms.trackers._tracker import (
     select_summary,
 )
 from hf_algorithms.users_code import describe_raised
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.foreign_code import Caught
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config

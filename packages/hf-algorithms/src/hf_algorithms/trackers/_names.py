@@ -8,10 +8,10 @@ import os
 from collections.abc import Sequence
 
 from hf_algorithms.trackers._tracker import Tracker
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 __all__ = ["TRACKERS", "check_names", "load_tracker"]
 

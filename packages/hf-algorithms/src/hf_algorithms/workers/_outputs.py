@@ -7,7 +7,7 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller import TracedCall, Worker

@@ -10,9 +10,9 @@ from hf_algorithms.jagged import encode_text, to_jagged
 from hf_controller import WorkerContext
 from hf_engine import SamplingParams
 from hf_protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, ConfigError, TransferProtocol
-from hf_protocols.arguments import show
 from hf_protocols.errors import DataError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     import torch

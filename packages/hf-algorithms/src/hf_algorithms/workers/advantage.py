@@ -10,8 +10,8 @@ from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics
 from hf_controller import Worker
 from hf_protocols import FROM_ARGUMENT, RANK_ZERO, BatchError, register
-from hf_protocols.arguments import describe_names, show
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import describe_names, show
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ from hf_algorithms.rewards import (
 )
 from hf_controller import Worker, WorkerContext
 from hf_protocols import RANK_ZERO, ConfigError, RewardError, register
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     import torch

@@ -12,14 +12,16 @@ from inspect import getattr_static
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_protocols import FROM_ARGUMENT, BatchError, MethodSpec, ProtocolError
-from hf_protocols.arguments import check_columns, show
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_controller.data.expressions import Expression
     from hf_controller.groups.dispatch import Call
 
 __all__ = ["CallColumns", "Declared", "columns_of", "find_columns"]
+
+_check = Checks(ProtocolError)
 
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict, set})
 _ABSENT = object()
@@ -133,7 +135,7 @@ def _ask(value: Any, name: str, what: str) -> tuple[str, ...]:
         columns = getattr(value, name)
     if not isinstance(columns, str | tuple | list):
         raise ProtocolError(f"{attribute}={show(columns)}: give a tuple of column names")
-    return check_columns(ProtocolError, attribute, columns, may_lack=name == "reads")
+    return _check.columns(attribute, columns, may_lack=name == "reads")
 
 
 def _name_class(value: Any) -> str:

@@ -14,7 +14,7 @@ from hf_controller.data.algebra import Chunk, Concat, Rename, Repeat, Rows, Sele
 from hf_controller.data.expressions import Expression, Extent, Source
 from hf_controller.failures import LostResultError, UpstreamFailure
 from hf_protocols import BatchError, ConfigError, HybridFlowError, ProtocolError, RowSelection, merge_metrics
-from hf_protocols.arguments import check_columns, check_count, check_seconds, show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -33,6 +33,9 @@ __all__ = [
     "as_selection",
     "refuse_foreign",
 ]
+
+_check_batch = Checks(BatchError)
+_check_config = Checks(ConfigError)
 
 _MAX_PARTS = 2**20
 
@@ -102,14 +105,14 @@ class BatchFuture:
 
     def split(self, count: int) -> tuple[BatchFuture, ...]:
         """Returns `count` consecutive parts whose sizes differ by at most one, larger first; 2**20 parts at most."""
-        check_count(BatchError, "split: count", count)
+        _check_batch.count("split: count", count)
         if count > _MAX_PARTS:
             raise BatchError(f"split: count={show(count)} is more than {_MAX_PARTS} parts, each a future: give fewer")
         return tuple(self._with(Chunk(self._expression, index, count)) for index in range(count))
 
     def repeat(self, times: int) -> BatchFuture:
         """Repeats each row `times` times: row r becomes rows r*times ... r*times+times-1."""
-        check_count(BatchError, "repeat: times", times)
+        _check_batch.count("repeat: times", times)
         return self._with(Repeat(self._expression, times))
 
     def concat(self, *others: BatchFuture) -> BatchFuture:
@@ -121,13 +124,13 @@ class BatchFuture:
 
     def select(self, columns: Sequence[str]) -> BatchFuture:
         """Returns these columns only; a name that ends in `?` is taken if the batch has it."""
-        return self._with(Select(self._expression, check_columns(BatchError, "select", columns, may_lack=True)))
+        return self._with(Select(self._expression, _check_batch.columns("select", columns, may_lack=True)))
 
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
         """Renames some columns: `{old: new}`."""
         if not isinstance(names, Mapping):
             raise BatchError(f"rename({show(names)}): give a mapping of old to new column names")
-        check_columns(BatchError, "the names in rename", [*names, *names.values()], may_lack=False)
+        _check_batch.columns("the names in rename", [*names, *names.values()], may_lack=False)
         return self._with(Rename(self._expression, tuple(names.items())))
 
     def union(self, other: BatchFuture) -> BatchFuture:
@@ -377,7 +380,7 @@ def _left_until(deadline_s: float) -> float:
 
 def _check_deadline(timeout_s: object) -> None:
     if timeout_s is not None:
-        check_seconds(ConfigError, "timeout_s", timeout_s)
+        _check_config.seconds("timeout_s", timeout_s)
 
 
 STAYS_HERE = (

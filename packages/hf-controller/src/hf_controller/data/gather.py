@@ -16,7 +16,7 @@ from hf_controller.data.shard_cache import Holding, ShardCache, Taken
 from hf_controller.data.transport import Column, ObjectStore, Shard
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_protocols import BatchError, Collection, RowIndex, RowSelection, compute_held_rows
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -10,7 +10,7 @@ from hf_controller.data.columns import CallColumns
 from hf_controller.data.transport import ObjectStore, Shard, encode_batch
 from hf_controller.failures import Failure
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["Metrics", "Outcome", "Value", "publish"]
 

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_protocols import BatchError, RowSelection
-from hf_protocols.arguments import check_columns, show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
 __all__ = ["Column", "ObjectStore", "Shard", "SliceReply", "SliceRequest", "as_tensor", "encode_batch", "take_slices"]
+
+_check = Checks(BatchError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +149,7 @@ def encode_batch(
     arrays: list[torch.Tensor] = []
     lengths: dict[str, torch.Tensor] = {}
     names = [str(name) for name in batch.keys()]  # noqa: SIM118 - a TensorDict iterates its rows
-    check_columns(BatchError, "a batch's columns", names, may_lack=False)
+    _check.columns("a batch's columns", names, may_lack=False)
     for name in names:
         values, row_lengths = _split_jagged(name, _get_column(batch, name))
         arrays.append(values)

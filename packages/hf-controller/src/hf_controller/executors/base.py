@@ -21,7 +21,7 @@ from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.trace import Trace
 from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
-from hf_protocols.arguments import check_kind, show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from hf_controller.data.transport import ObjectStore
 
 __all__ = ["Executor", "check_pool", "check_specs"]
+
+_check_pool = Checks(PoolError)
+_check_protocol = Checks(ProtocolError)
 
 
 class Executor(ABC):
@@ -262,7 +265,7 @@ def check_pool(pool: object) -> None:
     Raises:
         PoolError: saying what it is.
     """
-    check_kind(PoolError, "pool", pool, ResourcePool, "the ResourcePool that the groups were built on")
+    _check_pool.kind("pool", pool, ResourcePool, "the ResourcePool that the groups were built on")
 
 
 def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool) -> None:
@@ -273,14 +276,14 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
         ProtocolError: if there is no role, or fused roles of different training layouts have a worker that keeps its
             layout in globals.
     """
-    check_kind(ProtocolError, "pool", pool, ResourcePool, "a ResourcePool")
+    _check_protocol.kind("pool", pool, ResourcePool, "a ResourcePool")
     wanted = "{role: WorkerSpec(...)}"
-    check_kind(ProtocolError, f"build_groups on pool {show(pool.name)}: specs", specs, Mapping, wanted)
+    _check_protocol.kind(f"build_groups on pool {show(pool.name)}: specs", specs, Mapping, wanted)
     if not specs:
         raise ProtocolError(f"build_groups on pool {show(pool.name)} got no role: give {wanted}")
     for role, spec in specs.items():
-        check_kind(ProtocolError, "role", role, str, "its name")
-        check_kind(ProtocolError, f"the spec of {role}", spec, WorkerSpec, "a WorkerSpec")
+        _check_protocol.kind("role", role, str, "its name")
+        _check_protocol.kind(f"the spec of {role}", spec, WorkerSpec, "a WorkerSpec")
     for role, spec in specs.items():
         if spec.topology.world_size != pool.num_slots:
             sum_of = f"{' + '.join(map(str, pool.slots))} = " if len(pool.slots) > 1 else ""

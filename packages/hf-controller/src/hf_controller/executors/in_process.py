@@ -24,8 +24,8 @@ from hf_controller.groups.worker_group import WorkerGroup
 from hf_controller.signals import SignalGuard
 from hf_controller.trace import CallReport, Trace
 from hf_protocols import ConfigError, MethodSpec, PoolError, ProtocolError
-from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_controller.data.results import Outcome

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from hf_protocols import PoolError
-from hf_protocols.arguments import check_kind
+from hf_protocols.validation import Checks
 
 if TYPE_CHECKING:
     from hf_controller.executors.base import Executor
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hf_controller.groups.worker_group import WorkerGroup
 
 __all__ = ["rebuild"]
+
+_check = Checks(PoolError)
 
 
 def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, WorkerGroup]:
@@ -44,8 +46,8 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
     """
     from hf_controller.executors.base import Executor, check_pool
 
-    check_kind(PoolError, "executor", executor, Executor, "the executor that the groups were built with")
-    check_kind(PoolError, "pools", pools, Iterable, "a list of ResourcePools")
+    _check.kind("executor", executor, Executor, "the executor that the groups were built with")
+    _check.kind("pools", pools, Iterable, "a list of ResourcePools")
     pools = list(pools)
     for pool in pools:
         check_pool(pool)

@@ -25,7 +25,7 @@ from hf_protocols import (
     RowSelection,
     Topology,
 )
-from hf_protocols.arguments import check_columns, check_count
+from hf_protocols.validation import Checks
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from hf_controller.data.transport import ObjectStore
 
 __all__ = ["TracedCall", "TracedResult", "TracingExecutor"]
+
+_check_batch = Checks(BatchError)
+_check_config = Checks(ConfigError)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +102,7 @@ class TracingExecutor(Executor):
 
     def __init__(self, *, max_calls: int = 100_000) -> None:
         super().__init__()
-        check_count(ConfigError, "max_calls", max_calls)
+        _check_config.count("max_calls", max_calls)
         self.calls: list[TracedCall] = []
         self.trace = Trace()
         self.call_timeout_s = 0.0
@@ -121,8 +124,8 @@ class TracingExecutor(Executor):
             PoolError: if the executor is closed.
         """
         self._check_open()
-        check_count(BatchError, "num_rows", num_rows, least=0)
-        names = check_columns(BatchError, "columns", columns, may_lack=False)
+        _check_batch.count("num_rows", num_rows, least=0)
+        names = _check_batch.columns("columns", columns, may_lack=False)
         result = TracedResult(None, num_rows, names)
         # As if a call had made it: too few rows for the ranks are written down, not refused.
         return self._batch_future(Source([result], _TracedAnswer([result], "a batch"), names))

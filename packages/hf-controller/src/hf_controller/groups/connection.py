@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_protocols import ProtocolError
-from hf_protocols.arguments import check_kind
+from hf_protocols.validation import Checks
 
 if TYPE_CHECKING:
     from hf_controller.groups.worker_group import WorkerGroup
 
 __all__ = ["Connection", "connect"]
+
+_check = Checks(ProtocolError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +59,8 @@ def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None)
     from hf_controller.groups.worker_group import WorkerGroup
 
     for side, group in (("first", first), ("second", second)):
-        check_kind(ProtocolError, f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
-    check_kind(ProtocolError, "connect: name", name, str | None, "a string")
+        _check.kind(f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
+    _check.kind("connect: name", name, str | None, "a string")
     if first.executor is not second.executor:
         raise ProtocolError(f"{first.role} and {second.role} belong to different executors: build both with one")
     name = name or f"{first.role}-{second.role}"

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Literal, get_args
 
 from hf_protocols import MappingPlan, PoolError
-from hf_protocols.arguments import check_kind, check_name, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Device", "ResourcePool", "build_pools"]
+
+_check = Checks(PoolError)
 
 Device = Literal["cuda", "cpu"]
 
@@ -32,7 +34,7 @@ class ResourcePool:
     """
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
-        check_name(PoolError, "a pool's name", name)
+        _check.name("a pool's name", name)
         if device not in get_args(Device):
             raise PoolError(f"pool {show(name)} has device={show(device)}: give one of {', '.join(get_args(Device))}")
         self.slots = _read_slots(slots, name)
@@ -69,7 +71,7 @@ def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
     Raises:
         PoolError: for what is not a plan; if a pool mixes host slots and GPUs.
     """
-    check_kind(PoolError, "build_pools: plan", plan, MappingPlan, "a MappingPlan, such as MappingPlan.from_json(text)")
+    _check.kind("build_pools: plan", plan, MappingPlan, "a MappingPlan, such as MappingPlan.from_json(text)")
     pools = {}
     for pool in plan.pools:
         on_host = {machine.gpu_kind == "cpu" for machine in pool.machines}

@@ -12,9 +12,11 @@ from typing import Any, ClassVar, TypeVar
 from hf_controller.groups.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
-from hf_protocols.arguments import check_count, check_kind, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
+
+_check = Checks(ProtocolError)
 
 _PIECES = "__hybridflow_pieces__"
 _SET_FOR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -159,20 +161,20 @@ class WorkerSpec:
         if not registered_methods(worker):
             raise ProtocolError(f"{worker.__name__} has no method marked with hf_protocols.register")
         what = f"WorkerSpec of {worker.__name__}: "
-        check_kind(ProtocolError, f"{what}topology", self.topology, Topology, "a Topology(ParallelSpec(...))")
-        check_kind(ProtocolError, f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
+        _check.kind(f"{what}topology", self.topology, Topology, "a Topology(ParallelSpec(...))")
+        _check.kind(f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
         try:
             inspect.signature(worker).bind_partial(None, **self.kwargs)
         except TypeError as error:
             raise ProtocolError(f"{what}kwargs do not fit its constructor: {error}") from None
-        check_kind(ProtocolError, f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
-        check_count(ProtocolError, f"{what}seed", self.seed, least=0)
+        _check.kind(f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
+        _check.count(f"{what}seed", self.seed, least=0)
         if self.seed >= 2**64:
             raise ProtocolError(f"{what}seed={self.seed} must be below 2**64")
-        check_kind(ProtocolError, f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
+        _check.kind(f"{what}balance_tokens", self.balance_tokens, bool, "True or False")
         for name, value in self.environment.items():
-            check_kind(ProtocolError, f"{what}environment[{show(name)}]", value, str, "a string")
-            check_kind(ProtocolError, f"{what}environment: name", name or None, str, "a string")
+            _check.kind(f"{what}environment[{show(name)}]", value, str, "a string")
+            _check.kind(f"{what}environment: name", name or None, str, "a string")
             if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
                 why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
                 raise ProtocolError(f"{what}environment has {show(name)}={show(value)}: leave it out, {why}")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["GroupExecutor", "WorkerGroup"]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hf_engine.backends.base import TrainConfig
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import ParallelSpec, Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = ["check_data_parallel", "check_rollout_arguments", "check_train_arguments", "require_head"]
+
+_check = Checks(BackendError)
 
 
 def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
@@ -30,8 +32,8 @@ def check_rollout_arguments(topology: object, seed: object) -> None:
         BackendError: naming what was given and what is wanted.
     """
     wanted = "a Topology, such as Topology(ParallelSpec(dp_size=2))"
-    check_kind(BackendError, "topology", topology, Topology, wanted)
-    check_kind(BackendError, "seed", seed, int, "a whole number")
+    _check.kind("topology", topology, Topology, wanted)
+    _check.kind("seed", seed, int, "a whole number")
 
 
 def require_head(own: str, wanted: str, method: str) -> None:
@@ -69,8 +71,8 @@ def check_train_arguments(
         BackendError: naming what was given and what is wanted.
     """
     check_rollout_arguments(topology, seed)
-    check_kind(BackendError, "config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
-    check_kind(BackendError, "trainable", trainable, bool, "True or False")
+    _check.kind("config", config, TrainConfig, "a TrainConfig(learning_rate=...)")
+    _check.kind("trainable", trainable, bool, "True or False")
     assert isinstance(config, TrainConfig), "it was checked"
     if config.lora is not None and not adapts:
         raise BackendError("lora: this backend trains whole weights only. Use the backend 'fsdp', or leave lora out")

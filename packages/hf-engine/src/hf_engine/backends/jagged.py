@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BatchError
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["Ragged", "read_candidates", "read_ids", "require_columns", "to_jagged"]
+
+_check = Checks(BatchError)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ def require_columns(batch: TensorDict, names: Sequence[str]) -> None:
     """
     from tensordict import TensorDictBase
 
-    check_kind(BatchError, "batch", batch, TensorDictBase, f"a TensorDict with the columns {list(names)}")
+    _check.kind("batch", batch, TensorDictBase, f"a TensorDict with the columns {list(names)}")
     present = set(map(str, batch.keys()))
     if missing := [name for name in names if name not in present]:
         raise BatchError(f"the batch lacks the columns {missing}; it has {sorted(present)}")

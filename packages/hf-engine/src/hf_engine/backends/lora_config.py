@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_protocols.arguments import check_count, check_kind, check_number
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import Checks
 
 __all__ = ["LoraConfig"]
+
+_check = Checks(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +33,15 @@ class LoraConfig:
     """Ends of the names of linear layers, such as `("q_proj", "v_proj")`; None: all linear layers but the head."""
 
     def __post_init__(self) -> None:
-        check_count(ConfigError, "rank", self.rank)
-        check_number(ConfigError, "alpha", self.alpha)
-        check_number(ConfigError, "dropout", self.dropout, may_be_zero=True)
+        _check.count("rank", self.rank)
+        _check.number("alpha", self.alpha)
+        _check.number("dropout", self.dropout, may_be_zero=True)
         if self.dropout >= 1:
             raise ConfigError(f"dropout={self.dropout}: must be below 1. Lower it")
         if self.targets is not None:
-            check_kind(ConfigError, "targets", self.targets, tuple | list, 'a tuple of names, ("q_proj", "v_proj")')
+            _check.kind("targets", self.targets, tuple | list, 'a tuple of names, ("q_proj", "v_proj")')
             for name in self.targets:
-                check_kind(ConfigError, "a name in targets", name, str, "strings")
+                _check.kind("a name in targets", name, str, "strings")
             if not self.targets or not all(self.targets):
                 raise ConfigError(f"targets={list(self.targets)}: names no layer. Name some, or leave it out for all")
 

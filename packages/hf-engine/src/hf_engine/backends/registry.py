@@ -6,14 +6,16 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, cast
 
-from hf_protocols.arguments import check_name, show
 from hf_protocols.errors import BackendError, BackendUnavailableError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_engine.backends.base import RolloutBackend, TrainBackend
 
 __all__ = ["available_rollout_backends", "available_train_backends", "load_rollout_backend", "load_train_backend"]
+
+_check = Checks(BackendError)
 
 _TRAIN = "hf_engine.train_backends"
 _ROLLOUT = "hf_engine.rollout_backends"
@@ -36,13 +38,13 @@ def load_train_backend(name: str) -> type[TrainBackend]:
         BackendError: for a name that no distribution registers, or that two register.
         BackendUnavailableError: if its library is missing, or too old or new, with the line that installs it.
     """
-    check_name(BackendError, "the training backend", name)
+    _check.name("the training backend", name)
     return cast("type[TrainBackend]", _load(_TRAIN, name))
 
 
 def load_rollout_backend(name: str) -> type[RolloutBackend]:
     """Imports a rollout backend; raises as `load_train_backend` does."""
-    check_name(BackendError, "the rollout backend", name)
+    _check.name("the rollout backend", name)
     return cast("type[RolloutBackend]", _load(_ROLLOUT, name))
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["SamplingParams"]
+
+_check = Checks(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,24 +51,24 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("n", 1), ("min_new_tokens", 0), ("top_k", 0)):
-            check_count(ConfigError, name, getattr(self, name), least=least)
+            _check.count(name, getattr(self, name), least=least)
         for name in ("seed", "step"):
-            check_kind(ConfigError, name, getattr(self, name), int, "a whole number")
-        check_kind(ConfigError, "greedy", self.greedy, bool, "True or False")
+            _check.kind(name, getattr(self, name), int, "a whole number")
+        _check.kind("greedy", self.greedy, bool, "True or False")
         if self.min_new_tokens > self.max_new_tokens:
             raise ConfigError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
-        check_number(ConfigError, "greedy=True takes the most likely token; temperature", self.temperature)
+        _check.number("greedy=True takes the most likely token; temperature", self.temperature)
         if self.temperature < 1e-6:  # logits divided by less may overflow
             raise ConfigError(f"temperature={self.temperature} is below 1e-06: use greedy=True for the likeliest token")
-        check_number(ConfigError, "top_p", self.top_p)
+        _check.number("top_p", self.top_p)
         if self.top_p > 1:
             raise ConfigError(f"top_p={self.top_p} must be at most 1")
-        check_kind(ConfigError, "stop_token_ids", self.stop_token_ids, tuple | list, "a tuple of token ids, (3,)")
+        _check.kind("stop_token_ids", self.stop_token_ids, tuple | list, "a tuple of token ids, (3,)")
         for token_id in self.stop_token_ids:
-            check_count(ConfigError, "an id in stop_token_ids", token_id, least=0)
-        check_kind(ConfigError, "stop_strings", self.stop_strings, tuple | list, 'a tuple of strings, ("end",)')
+            _check.count("an id in stop_token_ids", token_id, least=0)
+        _check.kind("stop_strings", self.stop_strings, tuple | list, 'a tuple of strings, ("end",)')
         for text in self.stop_strings:
-            check_kind(ConfigError, "a text in stop_strings", text, str, "strings")
+            _check.kind("a text in stop_strings", text, str, "strings")
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise ConfigError(f"a text in stop_strings={show(text)} contains an unpaired surrogate. Remove it")
         if "" in self.stop_strings:

@@ -7,10 +7,12 @@ from math import inf
 from typing import Literal
 
 from hf_engine.backends.lora_config import LoraConfig
-from hf_protocols.arguments import check_count, check_kind, check_number, show
 from hf_protocols.errors import ConfigError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["TrainConfig"]
+
+_check = Checks(ConfigError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,26 +65,26 @@ class TrainConfig:
     """Bound on the size of the loss and on the gradient norm before clipping."""
 
     def __post_init__(self) -> None:
-        check_kind(ConfigError, "lora", self.lora, LoraConfig | None, "a LoraConfig, or None")
-        check_number(ConfigError, "learning_rate", self.learning_rate)
-        check_number(ConfigError, "eps", self.eps)
-        check_number(ConfigError, "weight_decay", self.weight_decay, may_be_zero=True)
+        _check.kind("lora", self.lora, LoraConfig | None, "a LoraConfig, or None")
+        _check.number("learning_rate", self.learning_rate)
+        _check.number("eps", self.eps)
+        _check.number("weight_decay", self.weight_decay, may_be_zero=True)
         if self.max_grad_norm != inf:
-            check_number(ConfigError, "max_grad_norm", self.max_grad_norm)
-        check_count(ConfigError, "warmup_steps", self.warmup_steps, least=0)
+            _check.number("max_grad_norm", self.max_grad_norm)
+        _check.count("warmup_steps", self.warmup_steps, least=0)
         self._check_schedule()
-        check_count(ConfigError, "micro_batch_tokens", self.micro_batch_tokens)
-        check_kind(ConfigError, "betas", self.betas, tuple | list, "two numbers, (0.9, 0.95)")
+        _check.count("micro_batch_tokens", self.micro_batch_tokens)
+        _check.kind("betas", self.betas, tuple | list, "two numbers, (0.9, 0.95)")
         for beta in self.betas:
-            check_number(ConfigError, f"betas={self.betas}: beta", beta, may_be_zero=True)
+            _check.number(f"betas={self.betas}: beta", beta, may_be_zero=True)
         if [beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
         for switch in ("activation_checkpointing", "compile"):
-            check_kind(ConfigError, switch, getattr(self, switch), bool, "True or False")
+            _check.kind(switch, getattr(self, switch), bool, "True or False")
         if self.shared_prompts != "auto":
-            check_kind(ConfigError, "shared_prompts", self.shared_prompts, bool, "'auto', True or False")
+            _check.kind("shared_prompts", self.shared_prompts, bool, "'auto', True or False")
         if self.explode_above != inf:
-            check_number(ConfigError, "explode_above", self.explode_above)
+            _check.number("explode_above", self.explode_above)
         choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -91,12 +93,12 @@ class TrainConfig:
     def _check_schedule(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ConfigError(f"schedule={show(self.schedule)}: give constant or linear or cosine")
-        check_count(ConfigError, "total_steps", self.total_steps, least=0)
+        _check.count("total_steps", self.total_steps, least=0)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(
                 f"schedule={show(self.schedule)} with total_steps={self.total_steps}: give the steps of the whole run, "
                 f"above warmup_steps={self.warmup_steps}"
             )
-        check_number(ConfigError, "floor", self.floor, may_be_zero=True)
+        _check.number("floor", self.floor, may_be_zero=True)
         if self.floor > 1:
             raise ConfigError(f"floor={self.floor} must be at most 1")

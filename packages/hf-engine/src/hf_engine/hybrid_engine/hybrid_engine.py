@@ -32,15 +32,17 @@ from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, 
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.tensor_checks import check_weights, check_writable
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.topology import Topology
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["HybridEngine"]
+
+_check = Checks(BackendError)
 
 
 class HybridEngine:
@@ -386,7 +388,7 @@ def _plan_between(
         raise BackendError(f"train={show(train)}: give a training backend")
     if not callable(getattr(rollout, "weight_layout", None)):
         raise BackendError(f"rollout={show(rollout)}: give a rollout backend")
-    check_kind(BackendError, "topology", topology, Topology, "a Topology")
+    _check.kind("topology", topology, Topology, "a Topology")
     if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
         raise BackendError(
             f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"

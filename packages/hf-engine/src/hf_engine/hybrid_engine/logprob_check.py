@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "measure_logprob_gap"]
+
+_check = Checks(ReshardError)
 
 LOGPROB_BOUNDS: Mapping[str, tuple[float, float]] = {
     "float64": (1e-3, 1e-1),
@@ -44,7 +46,7 @@ def measure_logprob_gap(rollout: torch.Tensor, recomputed: torch.Tensor) -> Logp
     A log-prob that is not finite in either column makes the gap infinite.
     """
     for name, column in (("rollout", rollout), ("recomputed", recomputed)):
-        check_kind(ReshardError, name, column, torch.Tensor, "a tensor of log-probs")
+        _check.kind(name, column, torch.Tensor, "a tensor of log-probs")
     ours, theirs = (column.values() if column.is_nested else column.reshape(-1) for column in (recomputed, rollout))
     if ours.shape != theirs.shape:
         raise ReshardError(

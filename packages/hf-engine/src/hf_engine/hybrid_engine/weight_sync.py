@@ -23,10 +23,12 @@ from hf_engine.resharding.execute import (
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["WeightSync"]
+
+_check = Checks(ReshardError)
 
 
 class WeightSync:
@@ -167,7 +169,7 @@ def _agreed_sides(
     try:
         if side not in ("source", "target"):
             raise ReshardError(f'side={show(side)}: give "source" or "target"')
-        check_kind(ReshardError, "layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
+        _check.kind("layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
         check_bucket_bytes(bucket_bytes, layout)
         check_device(device)
     except ReshardError as error:

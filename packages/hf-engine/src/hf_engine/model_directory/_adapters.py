@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_engine.model_directory._paths import find_model, label_of
-from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
+from hf_protocols.validation import show
 
 __all__ = ["AdapterDirectory", "find_base", "is_adapter", "read_adapter"]
 

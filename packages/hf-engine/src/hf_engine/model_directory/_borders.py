@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from hf_protocols.arguments import shorten
 from hf_protocols.errors import HybridFlowError, ModelError
+from hf_protocols.validation import shorten
 
 __all__ = ["errors_of", "one_line"]
 

@@ -9,8 +9,8 @@ from typing import Literal
 from hf_engine.model_directory._directory import ModelDirectory
 from hf_engine.model_directory._end_tokens import check_end_of_sequence_ids, end_tokens_of
 from hf_engine.model_directory._headers import StoredTensor
-from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError
+from hf_protocols.validation import show
 
 __all__ = [
     "SCORE_HEADS",

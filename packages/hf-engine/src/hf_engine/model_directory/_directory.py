@@ -11,11 +11,11 @@ from typing import Any
 from hf_engine.model_directory._headers import StoredTensor
 from hf_engine.model_directory._paths import find_model, label_of
 from hf_engine.model_directory._weight_files import has_weights, read_tensors, refuse_other_kinds
-from hf_protocols.arguments import show
 from hf_protocols.errors import ConfigError, ModelError
 from hf_protocols.models import ModelShape
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.positions import compute_positions
+from hf_protocols.validation import show
 
 __all__ = ["ModelDirectory", "read_model_directory"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_protocols.arguments import are_whole, show
 from hf_protocols.errors import ModelError
+from hf_protocols.validation import are_whole, show
 
 if TYPE_CHECKING:
     from hf_engine.model_directory._directory import ModelDirectory

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from pathlib import Path

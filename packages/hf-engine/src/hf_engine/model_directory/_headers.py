@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
+from hf_protocols.validation import shorten, show
 
 __all__ = ["StoredTensor", "read_header"]
 

@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 from hf_engine.model_directory._borders import one_line
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ModelError
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import Checks, show
 
 __all__ = ["find_file", "find_model", "is_hub_name", "label_of"]
+
+_check = Checks(ModelError)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _CONFIGURATION = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
@@ -43,7 +45,7 @@ def find_model(model: str | Path, *, label: str | None = None, needs_weights: bo
     Raises:
         ModelError: if there is none.
     """
-    check_kind(ModelError, "model", model, str | Path, "a directory in Hugging Face format, or a name on the hub")
+    _check.kind("model", model, str | Path, "a directory in Hugging Face format, or a name on the hub")
     name = label or label_of(model)
     if not str(model).strip():
         raise ModelError(f"{name}: is empty. Name a directory, or a name on the hub")

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hf_engine.model_directory._headers import StoredTensor, read_header
-from hf_protocols.arguments import shorten, show
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
+from hf_protocols.validation import shorten, show
 
 __all__ = ["INDEX", "WHOLE", "find_weight_files", "has_weights", "read_index", "read_tensors", "refuse_other_kinds"]
 

@@ -11,8 +11,8 @@ from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import show
 from hf_protocols.models import ModelShape
+from hf_protocols.validation import show
 
 __all__ = ["FLOAT32_REFUSAL", "add_adapters_apart", "find_engine_refusal", "find_merging_reason", "is_adapter_name"]
 

@@ -39,8 +39,8 @@ from hf_engine.model_directory import (
 from hf_engine.models.conversions import buffers_in_files, persistent_buffers, read_file_names
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
-from hf_protocols.arguments import show
 from hf_protocols.models import ModelShape
+from hf_protocols.validation import show
 
 __all__ = [
     "LoadedModel",

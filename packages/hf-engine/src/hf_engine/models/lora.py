@@ -23,9 +23,9 @@ from hf_engine.models.adapter_rules import add_adapters_apart
 from hf_engine.models.causal_lm import build_without_memory, find_head_name, load_causal_lm, save_causal_lm
 from hf_engine.models.classifier import build_classifier_without_memory, has_classifier, load_classifier
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.similar_names import find_similar
+from hf_protocols.validation import show
 
 __all__ = [
     "FACTORS",

@@ -13,8 +13,8 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import show
 
 __all__ = ["FileNames", "FilePart", "layout_in_files", "shapes_in_files", "stack_of", "tensors_in_files"]
 

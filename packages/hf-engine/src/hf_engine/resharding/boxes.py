@@ -12,7 +12,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import NoReturn
 
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["Box", "partition_box", "split_box"]
 

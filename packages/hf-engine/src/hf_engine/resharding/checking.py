@@ -18,10 +18,12 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_kind, describe_names, shorten_list, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks, describe_names, shorten_list, show
 
 __all__ = ["ConversionReport", "check_conversion"]
+
+_check = Checks(ReshardError)
 
 _HEAD = "lm_head.weight"
 
@@ -53,9 +55,9 @@ def check_conversion(directory: str | Path, source: WeightLayout, target: Weight
         ModelError: for files that are not one model; see `check_model_directory`.
         ReshardError: naming tensors that are not the layouts', or a box whose bits differ.
     """
-    check_kind(ReshardError, "directory", directory, str | Path, "the path of a model in Hugging Face format")
+    _check.kind("directory", directory, str | Path, "the path of a model in Hugging Face format")
     for name, layout in (("source", source), ("target", target)):
-        check_kind(ReshardError, name, layout, WeightLayout, "a WeightLayout, such as replicated_layout(shapes, [0])")
+        _check.kind(name, layout, WeightLayout, "a WeightLayout, such as replicated_layout(shapes, [0])")
     model = read_model_directory(directory)
     check_model_directory(model)
     files = {name: tensor for name, tensor in model.tensors.items() if not is_buffer(name)}

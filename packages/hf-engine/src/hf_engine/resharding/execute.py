@@ -19,8 +19,8 @@ from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
 from hf_engine.resharding.tensor_checks import check_readable, check_weights, check_writable
-from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks
 
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
@@ -33,6 +33,8 @@ __all__ = [
     "check_version",
     "execute_reshard",
 ]
+
+_check = Checks(ReshardError)
 
 DEFAULT_BUCKET_BYTES = 64 << 20
 """Bound on the bytes of a rank's communication buffers."""
@@ -91,7 +93,7 @@ class ReshardExecutor:
         device: torch.device | str = "cpu",
         buffers: Buffers | None = None,
     ) -> None:
-        check_kind(ReshardError, "plan", plan, ReshardPlan, "a ReshardPlan, of plan_reshard(source, target)")
+        _check.kind("plan", plan, ReshardPlan, "a ReshardPlan, of plan_reshard(source, target)")
         item_bytes = plan.target.element_bytes
         check_bucket_bytes(bucket_bytes, plan.target)
         check_device(device)
@@ -317,7 +319,7 @@ def execute_reshard(
 
 def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
     """Refuses buckets that do not hold an element for each of two rounds in flight, out and in."""
-    check_count(ReshardError, "bucket_bytes", bucket_bytes)
+    _check.count("bucket_bytes", bucket_bytes)
     if bucket_bytes < 4 * layout.element_bytes:
         raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {layout.dtype} elements")
 
@@ -325,7 +327,7 @@ def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
 def check_version(version: int | None) -> None:
     """Refuses what is not a version; None is one that is not known."""
     if version is not None:
-        check_count(ReshardError, "version", version, least=0)
+        _check.count("version", version, least=0)
         if version >= HIGHEST:
             raise ReshardError(f"version={version} must be below {HIGHEST}: count the changes of the weights")
 

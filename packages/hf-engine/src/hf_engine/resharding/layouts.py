@@ -12,10 +12,12 @@ from math import prod
 from numbers import Integral
 
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import check_count, check_kind, describe_names, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks, describe_names, show
 
 __all__ = ["DTYPE_BYTES", "BoxNumbers", "WeightLayout", "fsdp_layout", "replicated_layout", "spread_layout"]
+
+_check = Checks(ReshardError)
 
 DTYPE_BYTES: Mapping[str, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per element of the dtypes that weights may have, by torch's names."""
@@ -58,15 +60,15 @@ class WeightLayout:
     """dtype of the tensors, by torch's name; bytes of a transfer are counted in the target's."""
 
     def __post_init__(self) -> None:
-        check_kind(ReshardError, "dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
+        _check.kind("dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
         if self.dtype not in DTYPE_BYTES:
             raise ReshardError(f"dtype {show(self.dtype)} is not one of {', '.join(DTYPE_BYTES)}")
         object.__setattr__(self, "shapes", _full_shapes(self.shapes))
-        check_kind(ReshardError, "boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
+        _check.kind("boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
         # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.
         checked: set[tuple[object, ...]] = set()
         for rank in self.boxes:
-            check_count(ReshardError, "a rank", rank, least=0)
+            _check.count("a rank", rank, least=0)
         for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
             if not isinstance(held, Mapping):
                 raise ReshardError(f"rank {rank} holds {show(held)}: give a mapping from names to tuples of Box")
@@ -79,9 +81,9 @@ class WeightLayout:
     def _check_boxes(self, rank: int, name: str, boxes: tuple[Box, ...]) -> None:
         if name not in self.shapes:
             raise ReshardError(f"rank {rank} holds {show(name)}, which has no shape in this layout")
-        check_kind(ReshardError, f"rank {rank}: boxes of {show(name)}", boxes, tuple, "a tuple of Box")
+        _check.kind(f"rank {rank}: boxes of {show(name)}", boxes, tuple, "a tuple of Box")
         for box in boxes:
-            check_kind(ReshardError, f"rank {rank}: box of {show(name)}", box, Box, "a Box")
+            _check.kind(f"rank {rank}: box of {show(name)}", box, Box, "a Box")
         whole = Box.whole(self.shapes[name])
         for box in boxes:
             if len(box.shape) != len(whole.shape) or not whole.contains(box):
@@ -176,10 +178,10 @@ def spread_layout(shapes: Mapping[str, Sequence[int]], ranks: Iterable[int], *, 
 
 
 def _members(ranks: Iterable[int]) -> tuple[int, ...]:
-    check_kind(ReshardError, "ranks", ranks, Iterable, "the ranks in order, such as range(4)")
+    _check.kind("ranks", ranks, Iterable, "the ranks in order, such as range(4)")
     members = tuple(ranks)
     for rank in members:
-        check_count(ReshardError, "a rank", rank, least=0)
+        _check.count("a rank", rank, least=0)
     if not members:
         raise ReshardError("ranks=[]: give at least one rank")
     if len(set(members)) < len(members):
@@ -188,9 +190,9 @@ def _members(ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def _full_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    check_kind(ReshardError, "shapes", shapes, Mapping, 'full shapes by name, {"w": (4, 8)}')
+    _check.kind("shapes", shapes, Mapping, 'full shapes by name, {"w": (4, 8)}')
     for name, shape in shapes.items():
-        check_kind(ReshardError, "the name of a parameter", name, str, "a string")
+        _check.kind("the name of a parameter", name, str, "a string")
         if not _is_shape(shape):
             raise ReshardError(f"the shape of {show(name)}={show(shape)}: give a tuple of whole numbers, such as (4,)")
     return {name: tuple(map(int, shape)) for name, shape in shapes.items()}

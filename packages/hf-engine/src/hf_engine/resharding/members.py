@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.process_groups import rank_in
-from hf_protocols.arguments import are_whole, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import are_whole, show
 
 __all__ = ["check_device", "find_members"]
 

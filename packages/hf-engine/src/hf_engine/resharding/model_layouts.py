@@ -19,10 +19,10 @@ from hf_engine.resharding.tensor_parallel import (
     padded_vocab_size,
     split_layers,
 )
-from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = [
     "check_experts",
@@ -33,6 +33,8 @@ __all__ = [
     "model_shapes",
 ]
 
+_check = Checks(ReshardError)
+
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
@@ -42,9 +44,9 @@ _Boxes = Mapping[str, tuple[Box, ...]]
 def check_model_and_topology(model: object, topology: object) -> None:
     """Refuses other kinds in their places, such as the names that a command line has for them."""
     wanted = 'a ModelShape, such as ModelShape.preset("llama-2-7b") or ModelShape.from_config(directory)'
-    check_kind(ReshardError, "model", model, ModelShape, wanted)
+    _check.kind("model", model, ModelShape, wanted)
     wanted = 'a Topology, such as Topology(ParallelSpec.parse("1-8-2"), GenerationSpec.parse("1-2"))'
-    check_kind(ReshardError, "topology", topology, Topology, wanted)
+    _check.kind("topology", topology, Topology, wanted)
 
 
 def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
@@ -191,7 +193,7 @@ def _vocab_rows(model: ModelShape, size: int, given: int | None) -> int:
     """Rows of the embeddings with padding; without it every token still needs its row on some rank."""
     if given is None:
         return padded_vocab_size(model.vocab_size, size)
-    check_count(ReshardError, "vocab_rows", given)
+    _check.count("vocab_rows", given)
     if given < model.vocab_size:
         raise ReshardError(
             f"vocab_rows={given} is below {model.name}'s vocab_size={model.vocab_size}: leave it out, or give its rows "

@@ -14,10 +14,12 @@ from functools import cached_property
 
 from hf_engine.resharding.boxes import Box, partition_box
 from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Keepsake", "Message", "ReshardPlan", "Shipment", "plan_reshard"]
+
+_check = Checks(ReshardError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +188,7 @@ def plan_reshard(
         ReshardError: if the two layouts differ in names or shapes, or the source holds a needed element nowhere.
     """
     for name, layout in (("source", source), ("target", target)):
-        check_kind(ReshardError, name, layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
+        _check.kind(name, layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
     _check_same_parameters(source, target)
     senders = _Senders(near)
     holders_of, needing_of = _BoxRanks(source), _BoxRanks(target)

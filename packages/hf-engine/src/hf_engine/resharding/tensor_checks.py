@@ -11,8 +11,8 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
-from hf_protocols.arguments import describe_names, shorten_list, show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import describe_names, shorten_list, show
 
 __all__ = ["check_readable", "check_resizable", "check_weights", "check_writable"]
 

@@ -13,9 +13,9 @@ from math import lcm
 from typing import Literal
 
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
+from hf_protocols.validation import show
 
 __all__ = [
     "VOCAB_PADDING",

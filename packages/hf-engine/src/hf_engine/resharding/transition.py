@@ -22,13 +22,15 @@ from hf_engine.resharding.model_layouts import (
     megatron_layout,
 )
 from hf_engine.resharding.plan import Message, ReshardPlan, plan_reshard
-from hf_protocols.arguments import check_count, show
 from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 from hf_protocols.transition import Method
+from hf_protocols.validation import Checks, show
 
 __all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition", "training_layout"]
+
+_check = Checks(ReshardError)
 
 Sharding = Literal["megatron", "fsdp"]
 """Holders of the weights in training: Megatron-core's tensor and pipeline stages, or FSDP2's chunks of rows, and of
@@ -160,9 +162,9 @@ def plan_transition(
         TopologyError: for a topology without generation.
     """
     check_model_and_topology(model, topology)
-    _check(topology, method, dtype_bytes, sharding)
+    _check_arguments(topology, method, dtype_bytes, sharding)
     check_experts(model, topology.train.ep_size)
-    check_count(ReshardError, "ranks_per_machine", ranks_per_machine)
+    _check.count("ranks_per_machine", ranks_per_machine)
     topology = replace(topology, grouping="vanilla" if method == "hybridflow-v" else "hybridflow")
     dtype = _DTYPES[dtype_bytes]
     generation = generation_layout(model, topology, dtype=dtype)
@@ -199,7 +201,7 @@ def training_layout(
     return megatron_layout(model, topology, dtype=dtype)
 
 
-def _check(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
+def _check_arguments(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
     topology.groups("gen_tp")  # raises without generation
     if method not in get_args(Method):
         raise ReshardError(f"method={show(method)}: give one of {', '.join(get_args(Method))}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = ["RolloutDtype", "check_dtype"]
 

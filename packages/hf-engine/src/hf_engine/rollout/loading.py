@@ -9,17 +9,19 @@ import torch
 
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.tensor_checks import check_weights
-from hf_protocols.arguments import check_count, show
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["check_complete", "check_shards", "check_version"]
+
+_check = Checks(BackendError)
 
 _MOST_VERSIONS = 2**31 - 1
 
 
 def check_version(version: int) -> None:
     """Refuses what is not a version of weights: a whole number that every sample carries."""
-    check_count(BackendError, "version", version, least=0)
+    _check.count("version", version, least=0)
     if version >= _MOST_VERSIONS:
         raise BackendError(f"version={version} must be below {_MOST_VERSIONS}: count the changes of the weights")
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from hf_protocols.arguments import check_count, check_kind
 from hf_protocols.errors import BackendError
 from hf_protocols.machine import read_machine_limits
+from hf_protocols.validation import Checks
 
 __all__ = [
     "check_sizes",
@@ -20,6 +20,8 @@ __all__ = [
     "lack_of_memory_is_an_error",
     "take_again",
 ]
+
+_check = Checks(BackendError)
 
 
 def check_sizes(options: Mapping[str, Any]) -> None:
@@ -36,10 +38,10 @@ def check_sizes(options: Mapping[str, Any]) -> None:
         raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
     for name in ("cache_bytes", "max_positions"):
         if options.get(name) is not None:
-            check_count(BackendError, name, options[name])
+            _check.count(name, options[name])
     if fraction is not None:
         wanted = "a share of the memory above 0 and below 1, such as 0.3"
-        check_kind(BackendError, "cache_fraction", fraction, float | int, wanted)
+        _check.kind("cache_fraction", fraction, float | int, wanted)
         if not 0 < fraction < 1:
             raise BackendError(f"cache_fraction={fraction}: give {wanted}")
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from hf_engine.agreement import Agreement, together
 from hf_engine.process_groups import build_groups
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.topology import GenerationSpec, Topology
+from hf_protocols.validation import show
 
 __all__ = ["Replica", "build_replica", "require_process_group", "require_ranks"]
 

@@ -14,10 +14,12 @@ from hf_engine.backends.base import SamplingParams
 from hf_engine.backends.jagged import Ragged, read_ids, require_columns, to_jagged
 from hf_engine.model_directory import check_end_of_sequence_ids
 from hf_engine.rollout.memory import host_bytes
-from hf_protocols.arguments import check_kind
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
+from hf_protocols.validation import Checks
 
 __all__ = ["build_responses", "digest_request", "end_of_sequence_ids", "read_prompts"]
+
+_check = Checks(BackendError)
 
 _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
@@ -42,7 +44,7 @@ def read_prompts(
         BackendError: for prompts that are empty or do not fit, a stop token outside the vocabulary, a minimum length
             that leaves no token to draw, or more samples than the machine's memory holds.
     """
-    check_kind(BackendError, "sampling", sampling, SamplingParams, "SamplingParams(max_new_tokens=...)")
+    _check.kind("sampling", sampling, SamplingParams, "SamplingParams(max_new_tokens=...)")
     require_columns(batch, ("prompt_ids", "row_id"))
     prompts = read_ids(batch, "prompt_ids", vocab_size)
     _check_row_ids(batch["row_id"], batch.batch_size)

@@ -10,8 +10,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import show
 from hf_protocols.errors import ReshardError
+from hf_protocols.validation import show
 
 __all__ = ["Shard"]
 

@@ -11,10 +11,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_engine.agreement import together
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["agree_on_directory", "check_directory", "write_directory"]
+
+_check = Checks(BackendError)
 
 _WRITTEN = re.compile(
     r"config\.json|generation_config\.json|"
@@ -39,7 +41,7 @@ _UNFINISHED = re.compile(_WRITTEN.pattern + r"|part-\d+\.safetensors|\.tmp\w+")
 
 def check_directory(directory: object) -> None:
     """Refuses what names no directory."""
-    check_kind(BackendError, "directory", directory, str | Path, "the path of a directory")
+    _check.kind("directory", directory, str | Path, "the path of a directory")
     if directory == "":
         raise BackendError("directory='': give the path of a directory")
 

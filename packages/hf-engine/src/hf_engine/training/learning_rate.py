@@ -5,10 +5,12 @@ from __future__ import annotations
 from math import cos, pi
 
 from hf_engine.backends.base import TrainConfig
-from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import Checks
 
 __all__ = ["LearningRate"]
+
+_check = Checks(BackendError)
 
 
 class LearningRate:
@@ -26,7 +28,7 @@ class LearningRate:
 
     def set(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another whole rate; warm-up takes its share of it, and the schedule unless it is `constant`."""
-        check_number(BackendError, "learning_rate", learning_rate, may_be_zero=True)
+        _check.number("learning_rate", learning_rate, may_be_zero=True)
         self.given = (learning_rate, constant)
 
     def reset(self) -> None:

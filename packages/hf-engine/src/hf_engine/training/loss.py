@@ -11,9 +11,9 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_engine.backends.base import LossFunction, Metrics
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
 from hf_protocols.metrics import merge_metrics
+from hf_protocols.validation import show
 
 __all__ = ["STEP_METRICS", "StepLoss"]
 

@@ -13,8 +13,8 @@ import torch
 from hf_engine.backends.jagged import Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
-from hf_protocols.arguments import show
 from hf_protocols.errors import BatchError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

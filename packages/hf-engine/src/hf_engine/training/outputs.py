@@ -9,10 +9,12 @@ from typing import NamedTuple
 import torch
 
 from hf_engine.training.token_logprobs import TokenScores, compute_token_logprobs
-from hf_protocols.arguments import check_count, check_number
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import Checks
 
 __all__ = ["OutputRequest", "TokenColumn", "place_at"]
+
+_check = Checks(BackendError)
 
 
 class TokenColumn(NamedTuple):
@@ -41,8 +43,8 @@ class OutputRequest:
         Raises:
             BackendError: for a temperature that is not above 0, or more tokens than there are.
         """
-        check_number(BackendError, "temperature", self.temperature)
-        check_count(BackendError, "top_k", self.top_k, least=0)
+        _check.number("temperature", self.temperature)
+        _check.count("top_k", self.top_k, least=0)
         if self.top_k > vocab_size:
             raise BackendError(f"top_k={self.top_k}: the model's vocabulary has {vocab_size} tokens. Lower it")
 

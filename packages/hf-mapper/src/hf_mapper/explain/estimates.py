@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_protocols import MappingPlan, PlanError
-from hf_protocols.arguments import shorten, show
+from hf_protocols.validation import shorten, show
 
 __all__ = ["check_estimates"]
 

@@ -23,7 +23,7 @@ from hf_mapper.measurements.error_metrics import compute_bias, compute_mape
 from hf_mapper.measurements.tables import MeasuredTable, SkipRow, read_tables
 from hf_mapper.measurements.validation import Case, build_cases
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = [
     "Calibration",

@@ -24,8 +24,8 @@ from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
 from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, ModelShape, ParallelSpec, PoolPlan, load_plan
-from hf_protocols.arguments import show
 from hf_protocols.outer_files import read_json_object
+from hf_protocols.validation import show
 
 __all__ = ["StageCase", "StageError", "TraceConstants", "calibrate_traces", "read_stages", "validate_trace"]
 

@@ -9,7 +9,7 @@ from hf_mapper._names import unknown_name
 from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
 from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demands"]
 

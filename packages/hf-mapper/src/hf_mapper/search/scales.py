@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, fields
 
 from hf_protocols import ConfigError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["SIMULATORS", "SimulatorScales"]
 

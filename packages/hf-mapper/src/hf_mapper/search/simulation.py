@@ -27,7 +27,7 @@ from hf_mapper.simulators.training import simulate_training
 from hf_mapper.simulators.transfer import count_call_rows, simulate_offload
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
 from hf_protocols import CallKind, Dataflow, MappingPlan, ModelCall, ModelPlan, ModelShape, PlanError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["CallEstimate", "PoolChoice", "Simulation", "parse_placement", "read_placement", "simulate_placement"]
 

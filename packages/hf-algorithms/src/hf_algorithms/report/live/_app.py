@@ -16,9 +16,9 @@ from hf_algorithms.report.live._parts import (
 )
 from hf_algorithms.report.live._run import AXES, LiveRun, open_runs
 from hf_algorithms.report.live._sample_parts import Choice, export_samples, render_sample_part, render_samples_part
-from hf_protocols.arguments import show
 from hf_protocols.drawing import read_style
 from hf_protocols.errors import ConfigError, DataError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette

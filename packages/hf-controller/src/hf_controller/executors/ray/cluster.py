@@ -29,8 +29,8 @@ from hf_controller.failures import LostClusterError
 from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
 from hf_protocols import PoolError, read_machine_limits
-from hf_protocols.arguments import show
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import show
 
 __all__ = ["Cluster", "Reachability"]
 

@@ -36,9 +36,12 @@ from hf_controller.local_start import choose_store_bytes
 from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_protocols import ConfigError, MethodSpec, PoolError
-from hf_protocols.arguments import check_count, check_kind, check_seconds, show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["RayExecutor"]
+
+_check_config = Checks(ConfigError)
+_check_pool = Checks(PoolError)
 
 _PATIENCE_S = 1e7
 """Of a rank for its inputs: the controller has the deadline, and may stand still."""
@@ -81,13 +84,13 @@ class RayExecutor(Executor):
         given = {"start": start_timeout_s, "call": call_timeout_s}
         given |= {} if collective_timeout_s is None else {"collective": collective_timeout_s}
         for name, timeout_s in given.items():
-            check_seconds(ConfigError, f"{name}_timeout_s", timeout_s)
+            _check_config.seconds(f"{name}_timeout_s", timeout_s)
         self._deadlines = dict(deadlines or {})
         for deadline in self._deadlines.values():
-            check_seconds(ConfigError, deadline.key, deadline.seconds)
-        check_kind(ConfigError, "address", address, str, '"local", "auto" or the address of a cluster')
+            _check_config.seconds(deadline.key, deadline.seconds)
+        _check_config.kind("address", address, str, '"local", "auto" or the address of a cluster')
         if num_cpus is not None:
-            check_count(ConfigError, "num_cpus", num_cpus)
+            _check_config.count("num_cpus", num_cpus)
         if address == "local":
             object_store_bytes = choose_store_bytes(object_store_bytes)
         elif object_store_bytes is not None:
@@ -208,7 +211,7 @@ class RayExecutor(Executor):
 
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """Returns the activity of each rank; see `Executor.describe`."""
-        check_kind(PoolError, "group", group, WorkerGroup, "a group of this executor")
+        _check_pool.kind("group", group, WorkerGroup, "a group of this executor")
         processes = self._host_set_of(group).processes
         told = describe_processes(processes, self._inquirer, timeout_s)
         return {process.rank: text for process, (_, text) in zip(processes, told, strict=True)}

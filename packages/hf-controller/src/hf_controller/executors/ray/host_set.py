@@ -25,7 +25,7 @@ from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.failures import Deadline, Failure, diagnosed
 from hf_controller.groups.default_group import Rendezvous
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["HostSet", "OccupiedPool", "Undone", "await_answers", "await_ready"]
 

@@ -10,7 +10,7 @@ from hf_controller.executors.ray.actor import Joining
 from hf_controller.executors.ray.host_set import HostSet
 from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import ProtocolError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["check_connection", "plan_joinings"]
 

@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_protocols import PoolError
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["PlacedPool", "place"]
 

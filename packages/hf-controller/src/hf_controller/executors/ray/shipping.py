@@ -16,8 +16,8 @@ from ray import cloudpickle
 
 from hf_controller.groups.worker import WorkerSpec
 from hf_protocols import ProtocolError
-from hf_protocols.arguments import show
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.validation import show
 
 __all__ = ["PackedRoles", "find_unpicklable", "is_importable_elsewhere", "list_import_path", "pack_roles"]
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_protocols.arguments import show
+from hf_protocols.validation import show
 
 __all__ = ["SpillCheck"]
 

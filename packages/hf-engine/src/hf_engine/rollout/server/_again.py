@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 from hf_engine.rollout.server._connection import LostServerError
 from hf_engine.rollout.server._dialect import Dialect, ServerFacts
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = ["find_again"]
 

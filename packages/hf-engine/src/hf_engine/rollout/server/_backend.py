@@ -36,15 +36,17 @@ from hf_engine.rollout.server._setup import (
     choose_directory,
     read_key,
 )
-from hf_protocols.arguments import check_seconds, show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["ServerBackend"]
+
+_check = Checks(BackendError)
 
 Result = TypeVar("Result")
 
@@ -357,4 +359,4 @@ class ServerBackend:
 
 
 def _check_restart(restart_timeout_s: float) -> None:
-    check_seconds(BackendError, "rollout.options.restart_timeout_s", restart_timeout_s)
+    _check.seconds("rollout.options.restart_timeout_s", restart_timeout_s)

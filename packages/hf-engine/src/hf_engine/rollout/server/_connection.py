@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from hf_protocols.arguments import check_number, check_seconds, show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["LostServerError", "ServerConnection", "expected_form"]
+
+_check = Checks(BackendError)
 
 _PORTS = {"http": 80, "https": 443}
 _LEAST_BYTES = 16 << 20
@@ -46,8 +48,8 @@ class ServerConnection:
 
     def __init__(self, url: str, *, key: str | None = None, connect_timeout_s: float, timeout_s: float) -> None:
         for name, seconds in (("connect_timeout_s", connect_timeout_s), ("timeout_s", timeout_s)):
-            check_number(BackendError, f"rollout.options.{name}", seconds)
-            check_seconds(BackendError, f"rollout.options.{name}", seconds)
+            _check.number(f"rollout.options.{name}", seconds)
+            _check.seconds(f"rollout.options.{name}", seconds)
         try:
             parts = urlsplit(url)
             default = _PORTS[parts.scheme]

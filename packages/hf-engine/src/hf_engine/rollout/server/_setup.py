@@ -12,12 +12,14 @@ from hf_engine.rollout.engine_rules import has_experts
 from hf_engine.rollout.replica import require_ranks
 from hf_engine.rollout.server._connection import ServerConnection
 from hf_engine.rollout.server._dialect import Dialect
-from hf_protocols.arguments import check_kind, show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = ["check_model", "check_ranks", "check_urls", "choose_directory", "read_key"]
+
+_check = Checks(BackendError)
 
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
@@ -62,7 +64,7 @@ def read_key(variable: str | None) -> str | None:
     """
     if variable is None:
         return None
-    check_kind(BackendError, "rollout.options.api_key_variable", variable, str, "the name of an environment variable")
+    _check.kind("rollout.options.api_key_variable", variable, str, "the name of an environment variable")
     key = os.environ.get(variable)
     if not key:
         raise BackendError(f"rollout.options.api_key_variable={show(variable)}: this environment variable is not set")

@@ -12,8 +12,8 @@ from typing import Any
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.server._connection import LostServerError, ServerConnection
 from hf_engine.rollout.server._dialect import Sample, ServerFacts, require_version
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.validation import show
 
 __all__ = ["VllmServer"]
 

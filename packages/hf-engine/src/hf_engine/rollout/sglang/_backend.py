@@ -32,14 +32,16 @@ from hf_engine.rollout.sglang._options import RESERVED, EngineModel, build_optio
 from hf_engine.rollout.sglang._process import EngineProcess, cut_sample
 from hf_engine.rollout.sglang._replicas import build_engine, choose_class, require_topology
 from hf_engine.rollout.sglang._staging import REPORT_BYTES, Staging, cut_buckets, staged_bytes
-from hf_protocols.arguments import check_count, check_number, show
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["SglangBackend"]
+
+_check = Checks(BackendError)
 
 _STOP, _LENGTH = 0, 1
 _LARGEST_RANK = 512
@@ -173,10 +175,10 @@ class SglangBackend:
         check_sizes(options)
         for name in ("max_rows", "staging_bytes"):
             if name in options:
-                check_count(BackendError, name, options[name])
+                _check.count(name, options[name])
         for name in ("start_timeout_s", "timeout_s"):
             if name in options:
-                check_number(BackendError, name, options[name])
+                _check.number(name, options[name])
         check_more(options.get("engine_options", {}))
 
     @classmethod

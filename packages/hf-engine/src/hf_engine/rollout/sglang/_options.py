@@ -12,8 +12,8 @@ from hf_engine.backends.base import SamplingParams
 from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
 from hf_engine.rollout.engine_rules import check_sglang_runs
 from hf_engine.rollout.sglang._plugins import LOADER, SAMPLER
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = ["RESERVED", "EngineModel", "build_options", "check_cache_rows", "check_more"]
 

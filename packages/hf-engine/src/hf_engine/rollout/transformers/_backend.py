@@ -37,11 +37,11 @@ from hf_engine.rollout.responses import build_responses, end_of_sequence_ids, re
 from hf_engine.rollout.sampling import draw_uniforms
 from hf_engine.rollout.stop_strings import load_stop_strings
 from hf_engine.rollout.transformers._decoding import LENGTH, Decoding
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.positions import compute_positions
 from hf_protocols.topology import GenerationSpec, Topology
+from hf_protocols.validation import show
 
 __all__ = ["TransformersBackend"]
 

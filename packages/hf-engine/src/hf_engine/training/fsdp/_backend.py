@@ -50,12 +50,14 @@ from hf_engine.training.offload import OffloadedMemory
 from hf_engine.training.optimizer import ShardedAdamW, local_shard
 from hf_engine.training.outputs import OutputRequest, TokenColumn
 from hf_engine.training.steps import TrainSteps
-from hf_protocols.arguments import check_number
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
+from hf_protocols.validation import Checks
 
 __all__ = ["FsdpBackend"]
+
+_check = Checks(BackendError)
 
 
 class FsdpBackend(TrainSteps):
@@ -338,7 +340,7 @@ class FsdpBackend(TrainSteps):
         del loss_fn  # ranks of their own rows may have losses of their own
 
         def prepare() -> SequenceBatch:
-            check_number(BackendError, "denominator", denominator)
+            _check.number("denominator", denominator)
             vocab_size = self._model.get_input_embeddings().weight.shape[0]
             request.check(vocab_size)
             sequences = read_sequences(self._head, batch, vocab_size, candidates=request.candidates)

@@ -25,8 +25,8 @@ from hf_engine.resharding.plan import plan_reshard
 from hf_engine.training.fsdp._tree_masks import attend_in_trees
 from hf_engine.training.micro_batches import MicroBatch
 from hf_engine.training.outputs import OutputRequest, place_at
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = [
     "check_same_shapes",

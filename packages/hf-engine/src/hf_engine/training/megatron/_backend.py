@@ -39,12 +39,14 @@ from hf_engine.training.megatron._state import MegatronState
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_engine.training.outputs import OutputRequest, TokenColumn
 from hf_engine.training.steps import TrainSteps
-from hf_protocols.arguments import check_number, show
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
+from hf_protocols.validation import Checks, show
 
 __all__ = ["MegatronBackend"]
+
+_check = Checks(BackendError)
 
 
 class MegatronBackend(TrainSteps):
@@ -244,7 +246,7 @@ class MegatronBackend(TrainSteps):
     ) -> tuple[SequenceBatch, list[MicroBatch]]:
 
         def prepare() -> SequenceBatch:
-            check_number(BackendError, "denominator", denominator)
+            _check.number("denominator", denominator)
             vocab_size = self._stage.decoder.real_vocab_size
             request.check(vocab_size)
             return SequenceBatch(batch, vocab_size, candidates=request.candidates)

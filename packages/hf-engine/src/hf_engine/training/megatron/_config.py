@@ -14,10 +14,10 @@ from hf_engine.backends.base import TrainConfig
 from hf_engine.model_directory import ModelDirectory, read_end_of_sequence_ids
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
 from hf_engine.training.megatron._core import TransformerConfig, quiet
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
+from hf_protocols.validation import show
 
 __all__ = ["ARCHITECTURES", "MegatronModelConfig", "build_transformer_config", "check_divisible"]
 

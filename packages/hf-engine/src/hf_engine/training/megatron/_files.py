@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from hf_engine.model_directory import ExportDtype, ExportSource, ModelDirectory, errors_of
 from hf_engine.resharding.boxes import Box
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = ["HuggingFaceFiles", "HuggingFaceWriter"]
 

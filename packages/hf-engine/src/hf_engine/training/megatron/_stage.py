@@ -32,8 +32,8 @@ from hf_engine.training.megatron._optimizer import DistributedAdamW
 from hf_engine.training.megatron._parallel import ParallelGroups
 from hf_engine.training.offload import OffloadedMemory
 from hf_engine.training.state.parts import WEIGHTS
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError
+from hf_protocols.validation import show
 
 __all__ = ["PipelineStage"]
 

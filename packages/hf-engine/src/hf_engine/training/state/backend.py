@@ -11,8 +11,8 @@ from hf_engine.training.state import LoadedState, StateFile
 from hf_engine.training.state.loading import load_parts
 from hf_engine.training.state.parts import StateParts, StateProgress
 from hf_engine.training.state.saving import StateWriter
-from hf_protocols.arguments import check_count, check_number
 from hf_protocols.errors import StateError
+from hf_protocols.validation import Checks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from hf_engine.training.learning_rate import LearningRate
 
 __all__ = ["KeepsState"]
+
+_check = Checks(StateError)
 
 
 class _Optimizer(Protocol):
@@ -56,7 +58,7 @@ class KeepsState(ABC):
         self, directory: str | Path, *, background: bool = False, weight_version: int = 0, apart: bool = False
     ) -> None:
         """Writes weights, optimizer state and random numbers; see `TrainBackend.save_state`."""
-        check_count(StateError, "weight_version", weight_version, least=0)
+        _check.count("weight_version", weight_version, least=0)
         if apart and background:
             raise StateError("save_state: background and apart exclude each other. Leave out one of them")
         parts, optimizer = self._state_parts("save_state"), self._state_optimizer()
@@ -72,7 +74,7 @@ class KeepsState(ABC):
     def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
         """Waits for what `save_state` writes; see `TrainBackend.finish_state`."""
         if timeout_s is not None:
-            check_number(StateError, "timeout_s", timeout_s)
+            _check.number("timeout_s", timeout_s)
         return self._states.finish(timeout_s)
 
     def load_state(self, directory: str | Path, *, files: Sequence[StateFile] | None = None) -> LoadedState:

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.parts import BUFFERS, MOMENTS, WEIGHTS, StateParts, StateProgress
-from hf_protocols.arguments import show
 from hf_protocols.errors import StateError
 from hf_protocols.outer_files import read_json_object
+from hf_protocols.validation import show
 
 __all__ = ["DESCRIPTION", "SCHEMA", "RankFiles", "StateDescription", "file_name", "key_of"]
 

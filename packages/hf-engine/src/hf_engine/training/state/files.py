@@ -16,8 +16,8 @@ import torch.distributed as dist
 from hf_engine.agreement import together
 from hf_engine.training.directories import agree_on_directory, check_directory
 from hf_engine.training.state.records import StateFile
-from hf_protocols.arguments import show
 from hf_protocols.errors import BackendError, StateError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     import torch

@@ -20,8 +20,8 @@ from hf_engine.training.state.files import agree_on_path, agreed, check_files, v
 from hf_engine.training.state.generators import derive_generators, fits_generators, parse_generators
 from hf_engine.training.state.parts import BUFFERS, MOMENTS, StateParts, StateProgress
 from hf_engine.training.state.records import LoadedState, StateFile
-from hf_protocols.arguments import show
 from hf_protocols.errors import ModelError, StateError
+from hf_protocols.validation import show
 
 __all__ = ["load_parts"]
 

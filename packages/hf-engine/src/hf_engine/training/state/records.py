@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from hf_protocols.arguments import check_count, check_kind, show
 from hf_protocols.errors import StateError
+from hf_protocols.validation import Checks, show
 
 __all__ = ["LoadedState", "StateFile"]
+
+_check = Checks(StateError)
 
 _HEX = frozenset("0123456789abcdef")
 
@@ -28,12 +30,12 @@ class StateFile:
     """Of the bytes on disk, in hexadecimal."""
 
     def __post_init__(self) -> None:
-        check_kind(StateError, "path", self.path, str, "the path of a file")
+        _check.kind("path", self.path, str, "the path of a file")
         parts = PurePosixPath(self.path).parts
         if not parts or self.path.startswith("/") or ".." in parts or "\0" in self.path or "\\" in self.path:
             raise StateError(f"path={show(self.path)} is not a path inside the state's directory")
-        check_count(StateError, f"bytes of {show(self.path)}", self.bytes, least=0)
-        check_kind(StateError, f"sha256 of {show(self.path)}", self.sha256, str, "64 hexadecimal digits")
+        _check.count(f"bytes of {show(self.path)}", self.bytes, least=0)
+        _check.kind(f"sha256 of {show(self.path)}", self.sha256, str, "64 hexadecimal digits")
         if len(self.sha256) != 64 or not _HEX.issuperset(self.sha256):
             raise StateError(f"sha256={show(self.sha256)} of {show(self.path)} is not 64 hexadecimal digits")
 

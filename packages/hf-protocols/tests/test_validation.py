@@ -4,8 +4,10 @@ from typing import Any
 
 import pytest
 
-from hf_protocols.arguments import check_sizes, shorten, show
 from hf_protocols.errors import BatchError
+from hf_protocols.validation import Checks, shorten, show
+
+_check = Checks(BatchError)
 
 
 class Unshowable:
@@ -41,4 +43,4 @@ def test_a_text_is_cut_at_80_characters() -> None:
 @pytest.mark.parametrize("weights", [3, "abc", [1.0], iter([1.0, 2.0])])
 def test_weights_of_another_number_are_refused(weights: Any) -> None:
     with pytest.raises(BatchError, match=r"^weights=.*: give one finite number >= 0 for each of the 2 rows$"):
-        check_sizes(BatchError, 2, weights)
+        _check.sizes(2, weights)
