@@ -13,7 +13,7 @@ from tensordict import TensorDict
 from hf_controller.data.algebra import Concat, Rename, Rows, Select, Union
 from hf_controller.data.assembly import Assembly, Part
 from hf_controller.data.expressions import Leaf, Source
-from hf_controller.data.gather import BatchReader, Table
+from hf_controller.data.gather import BatchReader, ShardTable
 from hf_controller.data.transport import encode_batch
 from hf_controller.executors.in_process import LocalStore
 from hf_controller.failures import Failure, UpstreamFailure
@@ -206,21 +206,21 @@ def test_weights_are_tokens_with_equal_lengths_counted_once():
 def test_results_that_are_copies_follow_one_another():
     whole = batch([1, 2])
     everything = RowSelection.range(0, 2)
-    table = Table([encode_batch(whole, STORE, selection=everything, input_rows=2) for _ in range(3)], "actor.m")
+    table = ShardTable([encode_batch(whole, STORE, selection=everything, input_rows=2) for _ in range(3)], "actor.m")
     assert table.extent.num_rows == 6
     assert table.held == {0: RowSelection.range(0, 2), 1: RowSelection.range(2, 4), 2: RowSelection.range(4, 6)}
 
 
 def test_shards_that_disagree_are_refused():
     with pytest.raises(BatchError, match=r"the ranks of actor\.m returned different columns"):
-        Table([encode_batch(batch([1]), STORE), encode_batch(batch([1]).select("row"), STORE)], "actor.m")
+        ShardTable([encode_batch(batch([1]), STORE), encode_batch(batch([1]).select("row"), STORE)], "actor.m")
     one, two = RowSelection.from_rows([0]), RowSelection.from_rows([1])
     shards = [
         encode_batch(batch([1, 1]), STORE, selection=one, input_rows=2),
         encode_batch(batch([1, 1, 1, 1]), STORE, selection=two, input_rows=2),
     ]
     with pytest.raises(BatchError, match=r"^actor.m .* \(1 -> 2, 1 -> 4\): register it with rows='unknown'"):
-        Table(shards, "actor.m")
+        ShardTable(shards, "actor.m")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_shards_that_disagree_are_refused():
 def test_columns_of_different_kinds_are_never_joined(first, second, message):
     shards = [encode_batch(TensorDict({"x": column}, batch_size=[1]), STORE) for column in (first, second)]
     with pytest.raises(BatchError, match=f"{message} in the results of the ranks of actor.m"):
-        Table(shards, "actor.m")
+        ShardTable(shards, "actor.m")
     sides = [Source([shard], maker=maker) for shard, maker in zip(shards, ("actor.m", "critic.n"), strict=True)]
     expression = Concat((Leaf(sides[0]), Leaf(sides[1])))
     reader = BatchReader(STORE, 1.0)

@@ -19,7 +19,7 @@ from hf_engine.models.conversions import buffers_in_files, read_file_names
 from hf_engine.models.stacked_experts import tensors_in_files
 from hf_engine.resharding.boxes import Box
 from hf_engine.rollout.engine_rules import check_sglang_runs
-from hf_engine.rollout.shard import Shard
+from hf_engine.rollout.shard import ShardTensor
 from hf_engine.testing import TINY_FAMILIES, LocalRanks
 from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError
@@ -66,7 +66,9 @@ def test_an_update_ends_where_a_load_does(alone, tmp_path, family):
 def compare(model, other):
     """The second model's tensors, in four parts, into SGLang's model of the first."""
     updated, loaded = load(model), load(other)
-    shards = {name: Shard(name, part.shape, Box.whole(tuple(part.shape)), part) for name, part in tensors_of(other)}
+    shards = {
+        name: ShardTensor(name, part.shape, Box.whole(tuple(part.shape)), part) for name, part in tensors_of(other)
+    }
     names = list(shards)
     size = -(-len(names) // 4)
     with torch.no_grad():

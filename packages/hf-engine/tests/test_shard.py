@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from hf_engine.resharding.boxes import Box
-from hf_engine.rollout.shard import Shard
+from hf_engine.rollout.shard import ShardTensor
 from hf_protocols import ReshardError
 
 WHOLE = torch.arange(24.0).view(6, 4)
 
 
 def shard(box):
-    return Shard("w", (6, 4), box, WHOLE[box.slices_in(Box.whole((6, 4)))])
+    return ShardTensor("w", (6, 4), box, WHOLE[box.slices_in(Box.whole((6, 4)))])
 
 
 def test_a_loader_finds_its_part_cut():

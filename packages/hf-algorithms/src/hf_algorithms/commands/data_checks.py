@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.config import Config
-    from hf_algorithms.data import Rows, TurnFormat
+    from hf_algorithms.data import PromptRows, TurnFormat
 
 __all__ = ["LearnedReport", "describe_pair_files", "describe_run_data"]
 
@@ -114,7 +114,7 @@ def describe_run_data(
 
 
 def describe_pair_files(
-    rows: Rows, prompt_field: str | None, *, turns: TurnFormat | None, context: int | None
+    rows: PromptRows, prompt_field: str | None, *, turns: TurnFormat | None, context: int | None
 ) -> LearnedReport | None:
     """Reads files of preference pairs as a reward model would; None for other files, and without a tokenizer.
 

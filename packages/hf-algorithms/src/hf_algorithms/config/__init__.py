@@ -6,7 +6,7 @@ from hf_algorithms.config._comments import build_new, describe_keys, format_comm
 from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._keys import config_keys
-from hf_algorithms.config._lora import LoraConfig
+from hf_algorithms.config._lora import ModelLoraConfig
 from hf_algorithms.config._reading import load_config, parse_config, read_overrides, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
@@ -33,8 +33,8 @@ __all__ = [
     "DeadlinesConfig",
     "EvaluationConfig",
     "FunctionConfig",
-    "LoraConfig",
     "ModelConfig",
+    "ModelLoraConfig",
     "OptimizerConfig",
     "RewardConfig",
     "RoleConfig",

@@ -11,10 +11,10 @@ from hf_algorithms.config._section import Positive, Section
 if TYPE_CHECKING:
     from hf_engine import LoraConfig as EngineLora
 
-__all__ = ["LoraConfig"]
+__all__ = ["ModelLoraConfig"]
 
 
-class LoraConfig(Section):
+class ModelLoraConfig(Section):
     """`[model.lora]`: adapters are trained in place of the weights of every role that learns (needs peft)."""
 
     rank: Annotated[int, Field(ge=1, le=1 << 16)] = 16

@@ -20,7 +20,7 @@ from pydantic import (
 
 from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
-from hf_algorithms.config._lora import LoraConfig
+from hf_algorithms.config._lora import ModelLoraConfig
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
@@ -158,7 +158,7 @@ class ModelConfig(Section):
     """`characters` or `bpe` (made from the training rows), a directory or a hub name; left out: the one of `path`."""
     export_dtype: Literal["source", "float32", "bfloat16", "float16"] = "source"
     """dtype of exported weights; `source`: the one that each tensor has in the files of `path`."""
-    lora: LoraConfig | None = None
+    lora: ModelLoraConfig | None = None
     """`[model.lora]`: low-rank adapters are trained, the weights stay; left out: the weights are trained."""
     vocab_size: Count = 2048
     """Size of a tokenizer that is trained."""

@@ -26,9 +26,9 @@ from hf_algorithms.data._report import (
 )
 from hf_algorithms.data._rows import (
     Message,
+    PromptRows,
     Row,
     RowFile,
-    Rows,
     load_rows,
     locate_row,
     open_rows,
@@ -70,11 +70,11 @@ __all__ = [
     "PreferenceDataset",
     "PreferenceRow",
     "PromptDataset",
+    "PromptRows",
     "RoomReport",
     "Row",
     "RowFile",
     "RowOrder",
-    "Rows",
     "SequenceEncoder",
     "TextBlocks",
     "TooLong",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from hf_algorithms.data._batches import PromptDataset, TooLong
 from hf_algorithms.data._columns import Kind, describe_answer
-from hf_algorithms.data._rows import Row, RowFile, Rows
+from hf_algorithms.data._rows import PromptRows, Row, RowFile
 from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
 from hf_algorithms.data._turns import TurnFormat
@@ -190,7 +190,7 @@ class DataReport:
 
 
 def describe_data(
-    rows: Rows,
+    rows: PromptRows,
     *,
     turns: TurnFormat | None = None,
     model_ids: Mapping[str, Collection[int]] | None = None,
@@ -262,14 +262,14 @@ def _describe_file(file: RowFile, weights: Sequence[float] | None) -> FileReport
     )
 
 
-def _measure_texts(rows: Rows, turns: TurnFormat, block_tokens: int | None) -> _Measured:
+def _measure_texts(rows: PromptRows, turns: TurnFormat, block_tokens: int | None) -> _Measured:
     texts = TextBlocks(rows, turns, block_tokens=block_tokens or _MANY, source=rows.files[0].path)
     blocks = None if block_tokens is None else BlocksReport(block_tokens=block_tokens, blocks=len(texts))
     return _Measured(_summarize("tokens of a text and its end", texts.text_lengths), blocks=blocks)
 
 
 def _measure_prompts(
-    rows: Rows,
+    rows: PromptRows,
     turns: TurnFormat,
     context: int | None,
     max_new_tokens: int | None,
@@ -303,7 +303,7 @@ def _summarize(unit: str, lengths: Sequence[int]) -> LengthReport:
     )
 
 
-def _show_first(rows: Rows, turns: TurnFormat | None) -> FirstRow:
+def _show_first(rows: PromptRows, turns: TurnFormat | None) -> FirstRow:
     row = rows[0]
     prompt = row.prompt if isinstance(row.prompt, str) else [dict(each) for each in row.prompt]
     ids = None

@@ -21,9 +21,9 @@ from hf_protocols.validation import show
 __all__ = [
     "SAMPLE_RECORDS",
     "Message",
+    "PromptRows",
     "Row",
     "RowFile",
-    "Rows",
     "check_characters",
     "load_rows",
     "locate_row",
@@ -79,7 +79,7 @@ class RowFile:
         return _build_row(record, self.columns, self.table, number, is_learned=self.is_learned)
 
 
-class Rows(FileRows[Row]):
+class PromptRows(FileRows[Row]):
     """Prompts, or texts to pretrain on, of one or more files."""
 
     files: tuple[RowFile, ...]
@@ -92,7 +92,7 @@ def open_rows(
     answer_field: str | None = None,
     promptless: Collection[Kind] = (),
     is_learned: bool = False,
-) -> Rows:
+) -> PromptRows:
     """Opens files of rows and finds their columns; reads only the first rows of each.
 
     Args:
@@ -123,7 +123,7 @@ def open_rows(
             prefers_chats = is_learned and answer_field is None
             files.append(RowFile(path=each, table=table, columns=columns, source=number, is_learned=prefers_chats))
     given = [each for each in weights if each is not None]
-    return Rows(files, given or None)
+    return PromptRows(files, given or None)
 
 
 def load_rows(path: str | Path, *, prompt_field: str | None = None, answer_field: str | None = None) -> list[Row]:
@@ -151,7 +151,7 @@ def read_records(path: str | Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def locate_row(rows: Sequence[Row], index: int, *, source: str) -> str:
     """Place of a row for messages: that in its file, or in the order of `source`."""
-    return rows.where(index) if isinstance(rows, Rows) else f"{source}, line {index + 1}"
+    return rows.where(index) if isinstance(rows, PromptRows) else f"{source}, line {index + 1}"
 
 
 def write_rows(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.api.inputs import temporary_inputs
 from hf_algorithms.api.value_names import naming_arguments
 from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
-from hf_algorithms.data import PromptDataset, Rows, TurnFormat, load_tokenizer, open_rows, read_template
+from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, load_tokenizer, open_rows, read_template
 from hf_algorithms.evaluation.responses import build_sampling_of, check_room, draw_responses
 from hf_algorithms.models.initial_model import check_vocabulary, without_progress
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
@@ -243,7 +243,7 @@ def read_prompts(
     prompt_field: str | None = None,
     answer_field: str | None = None,
     most_rows: int | None = None,
-) -> tuple[Rows, PromptDataset]:
+) -> tuple[PromptRows, PromptDataset]:
     """Returns the rows of a file and their prompts as the model's tokens.
 
     Args:
@@ -346,7 +346,7 @@ def generate(
     return GenerationResult(output=file, rows=done, responses=done * samples, tokens=num_tokens, truncated=num_cut)
 
 
-def _format_row(rows: Rows, index: int, responses: Any) -> str:
+def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
     row = rows[index]
     columns = dict(rows.record(index)) | {"prompt": row.prompt}
     if row.answer is not None:

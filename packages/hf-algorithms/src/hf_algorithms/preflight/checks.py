@@ -30,7 +30,7 @@ from hf_protocols import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.data import Rows
+    from hf_algorithms.data import PromptRows
     from hf_protocols import MappingPlan
 
 __all__ = ["check_run"]
@@ -61,13 +61,13 @@ def check_run(
         check_rollout_options(config.rollout)
     with problems.noted():
         check_train_backends(config, plan)
-    rows: dict[str, Rows] = {}
+    rows: dict[str, PromptRows] = {}
     with problems.noted():
         rows = load_row_sets(config.data)
     with problems.noted():
         scored = {name: part for name, part in rows.items() if name in DATA_SETS}
         check_rewards(config, scored, search_path=search_path)
-    evaluated: dict[str, Rows] = {}
+    evaluated: dict[str, PromptRows] = {}
     with problems.noted():
         evaluated = load_evaluation_rows(config)
         check_evaluations(config, evaluated, search_path=search_path)

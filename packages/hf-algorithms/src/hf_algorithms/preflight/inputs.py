@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import Kind, PromptDataset, Rows, TextBlocks, TurnFormat, open_rows, read_template
+from hf_algorithms.data import Kind, PromptDataset, PromptRows, TextBlocks, TurnFormat, open_rows, read_template
 from hf_algorithms.models.initial_model import InitialModel, build_initial_model
 from hf_algorithms.models.role_models import find_role_models, list_main_backends
 from hf_algorithms.preflight.budgets import find_block_tokens, find_prompt_room
@@ -83,7 +83,7 @@ class RunInputs(ModelInputs):
         sets: list[PromptDataset | TextBlocks] = [self.train, self.validation, self.test]
         sets += [each.data for each in self.evaluations]
         for data in sets if self.pretraining is None else [*sets, self.pretraining]:
-            if isinstance(data.rows, Rows):
+            if isinstance(data.rows, PromptRows):
                 key = data.source.partition(" = ")[0]
                 lines += [f"{key}: {each.describe()}" for each in data.rows.files]
                 if any(each.columns.kind == "preferences" for each in data.rows.files):
@@ -112,7 +112,7 @@ def load_inputs(config: Config, directory: Path) -> RunInputs:
     return tokenize_inputs(config, rows, load_model(config, rows["train"], directory))
 
 
-def load_model(config: Config, rows: Rows, directory: Path) -> InitialModel:
+def load_model(config: Config, rows: PromptRows, directory: Path) -> InitialModel:
     """The model, checked for both backends; a fresh one of the training `rows` is written to `directory`.
 
     Raises:
@@ -128,7 +128,7 @@ def load_model(config: Config, rows: Rows, directory: Path) -> InitialModel:
     )
 
 
-def load_row_sets(config: DataConfig) -> dict[str, Rows]:
+def load_row_sets(config: DataConfig) -> dict[str, PromptRows]:
     """The rows of every data set, each of them read once; of validation and test those that are evaluated.
 
     `pretraining` is among them if the configuration names it.
@@ -136,7 +136,7 @@ def load_row_sets(config: DataConfig) -> dict[str, Rows]:
     Raises:
         DataError: for a file that cannot be read, or a line of it.
     """
-    opened: dict[str, Rows] = {}
+    opened: dict[str, PromptRows] = {}
     for name in (*DATA_SETS, *(["pretraining"] if config.pretraining is not None else [])):
         key = config.key_of(name)
         if key not in opened:
@@ -148,7 +148,7 @@ def load_row_sets(config: DataConfig) -> dict[str, Rows]:
     return sets
 
 
-def tokenize_inputs(config: Config, rows: dict[str, Rows], model: InitialModel) -> RunInputs:
+def tokenize_inputs(config: Config, rows: dict[str, PromptRows], model: InitialModel) -> RunInputs:
     """The rows of every data set as the model's tokens, and the models of the other roles.
 
     Raises:
@@ -198,7 +198,7 @@ def build_turn_format(config: DataConfig, model: InitialModel) -> TurnFormat:
     )
 
 
-def has_pretraining_texts(config: DataConfig, rows: Mapping[str, Rows]) -> bool:
+def has_pretraining_texts(config: DataConfig, rows: Mapping[str, PromptRows]) -> bool:
     """True if `data.pretraining` has texts, which are split into blocks; False for prompts with answers.
 
     Raises:
@@ -218,7 +218,7 @@ def has_pretraining_texts(config: DataConfig, rows: Mapping[str, Rows]) -> bool:
     return any(texts.values())
 
 
-def _open_rows(config: DataConfig, name: str) -> Rows:
+def _open_rows(config: DataConfig, name: str) -> PromptRows:
     """Opens a data set and reads every row of it once, to find what is wrong with any."""
     key = config.key_of(name)
     is_own = name == "pretraining"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hf_algorithms.config import Config
-    from hf_algorithms.data import AnswerDataset, Kind, LearnedBlocks, Rows, TurnFormat
+    from hf_algorithms.data import AnswerDataset, Kind, LearnedBlocks, PromptRows, TurnFormat
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
@@ -54,7 +54,7 @@ def step(roles: Roles, rows: BatchFuture, config: SFTConfig, context: StepContex
     return [roles.actor.update_actor(rows, SupervisedLoss())]
 
 
-def open_answers(sources: Sequence[tuple[str, float | None]], config: Config) -> Rows:
+def open_answers(sources: Sequence[tuple[str, float | None]], config: Config) -> PromptRows:
     """Opens the rows of a data set.
 
     Raises:
@@ -85,7 +85,7 @@ def open_answers(sources: Sequence[tuple[str, float | None]], config: Config) ->
 
 
 def build_dataset(
-    rows: Rows,
+    rows: PromptRows,
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_tokens: int,

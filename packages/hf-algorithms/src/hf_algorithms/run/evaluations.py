@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.data import PromptDataset, Rows, open_rows
+from hf_algorithms.data import PromptDataset, PromptRows, open_rows
 from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, check_room, name_metrics
 from hf_algorithms.evaluation.sets import evaluate_set
 from hf_algorithms.rewards import check_metric
@@ -31,13 +31,13 @@ class EvaluationInputs:
     max_new_tokens: int
 
 
-def load_evaluation_rows(config: Config) -> dict[str, Rows]:
+def load_evaluation_rows(config: Config) -> dict[str, PromptRows]:
     """Returns the rows of every set by its name, after reading each row once.
 
     Raises:
         DataError: for a file that cannot be read, or a line of it.
     """
-    found: dict[str, Rows] = {}
+    found: dict[str, PromptRows] = {}
     for number, each in enumerate(config.evaluation):
         try:
             rows = open_rows(
@@ -51,7 +51,7 @@ def load_evaluation_rows(config: Config) -> dict[str, Rows]:
     return found
 
 
-def check_evaluations(config: Config, rows: Mapping[str, Rows], *, search_path: Sequence[str] = ()) -> None:
+def check_evaluations(config: Config, rows: Mapping[str, PromptRows], *, search_path: Sequence[str] = ()) -> None:
     """Loads every metric function, and lets each look at the answers of the rows that it will score.
 
     Raises:
@@ -71,7 +71,9 @@ def check_evaluations(config: Config, rows: Mapping[str, Rows], *, search_path: 
             )
 
 
-def tokenize_evaluations(config: Config, rows: Mapping[str, Rows], inputs: ModelInputs) -> tuple[EvaluationInputs, ...]:
+def tokenize_evaluations(
+    config: Config, rows: Mapping[str, PromptRows], inputs: ModelInputs
+) -> tuple[EvaluationInputs, ...]:
     """Returns the sets as the model's tokens.
 
     Raises:

@@ -21,10 +21,10 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["BatchReader", "Table"]
+__all__ = ["BatchReader", "ShardTable"]
 
 
-class Table:
+class ShardTable:
     """A source whose metadata is known: its shards, and which logical rows each holds in its local order.
 
     Working it out takes time and memory in proportion to the shards: readers in one process share it.
@@ -97,7 +97,7 @@ class BatchReader:
     """
 
     def __init__(
-        self, store: ObjectStore, timeout_s: float, tables: MutableMapping[Source, Table] | None = None
+        self, store: ObjectStore, timeout_s: float, tables: MutableMapping[Source, ShardTable] | None = None
     ) -> None:
         self.bytes_read = 0
         self._store = store
@@ -128,7 +128,7 @@ class BatchReader:
             for shard in shards:
                 if isinstance(shard, Failure):
                     raise UpstreamFailure(shard)
-            self._tables[source] = Table(shards, source.maker)
+            self._tables[source] = ShardTable(shards, source.maker)
 
     def look_up_value(self, handle: Any) -> Any:
         """Returns the object that another call returned. Raises the errors of `look_up`."""

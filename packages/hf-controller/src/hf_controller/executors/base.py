@@ -202,7 +202,7 @@ class Executor(ABC):
         listed = collection.combine == "list"
         if not listed and (spec.returns == "batch" or len(call.handles) == 1):
             return self._wrap_one(spec, maker, call, writes[0])
-        parts = [_Part(call, index) for index in range(len(call.handles))]
+        parts = [_CallPart(call, index) for index in range(len(call.handles))]
         items = [self._wrap_one(spec, maker, part, written) for part, written in zip(parts, writes, strict=True)]
         return ListFuture(call, self._store, maker, items)
 
@@ -241,7 +241,7 @@ def _find_caller() -> str:
     return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}")  # one text per line of the program, not per call
 
 
-class _Part:
+class _CallPart:
     """One collected rank of a call, as a call of its own."""
 
     def __init__(self, call: PendingCall, index: int) -> None:

@@ -13,7 +13,7 @@ from hf_protocols import MethodSpec, RowSelection, Topology
 
 if TYPE_CHECKING:
     from hf_controller.data.expressions import Source
-    from hf_controller.data.gather import Table
+    from hf_controller.data.gather import ShardTable
 
 __all__ = ["CallShare"]
 
@@ -30,7 +30,7 @@ class CallShare:
     """
 
     def __init__(self, spec: MethodSpec, topology: Topology) -> None:
-        self.tables: dict[Source, Table] = {}
+        self.tables: dict[Source, ShardTable] = {}
         self._spec = spec
         self._topology = topology
         self._splits: dict[int, list[RowSelection]] = {}

@@ -44,7 +44,7 @@ class Stage(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Progress:
+class _CallProgress:
     """Progress of a call: a stage that it has not reached is 0."""
 
     ready_s: float = 0.0
@@ -108,7 +108,7 @@ class RankRuntime:
             call: the call.
             share: what other ranks of this process worked out for it; None: this rank is the only one here.
         """
-        progress = _Progress()
+        progress = _CallProgress()
         outcome: Outcome
         upstream = False
         context = self._workers[call.role].context
@@ -142,7 +142,7 @@ class RankRuntime:
         """Close every worker."""
         close_workers(self._workers, self._rank)
 
-    def _run(self, call: Call, progress: _Progress, share: CallShare | None) -> Outcome:
+    def _run(self, call: Call, progress: _CallProgress, share: CallShare | None) -> Outcome:
         spec, worker = self._methods[call.role][call.method], self._workers[call.role]
         share = share or CallShare(spec, self._specs[call.role].topology)
         if call.after:
@@ -180,7 +180,7 @@ class RankRuntime:
         )
 
     def _read_inputs(
-        self, call: Call, share: CallShare, columns: CallColumns, in_pieces: bool, progress: _Progress
+        self, call: Call, share: CallShare, columns: CallColumns, in_pieces: bool, progress: _CallProgress
     ) -> _Inputs:
         """Wait for what other calls left, and read this rank's rows of it."""
         self._enter(call, "waiting for its inputs")
@@ -237,7 +237,7 @@ class RankRuntime:
     def _enter(self, call: Call, doing: str) -> None:
         self.stage = Stage(call, doing, time.time())
 
-    def _report(self, call: Call, outcome: Outcome, progress: _Progress, *, upstream: bool) -> CallReport:
+    def _report(self, call: Call, outcome: Outcome, progress: _CallProgress, *, upstream: bool) -> CallReport:
         end_s = time.time()
         # Without the call, whose inputs would stay referenced.
         self.stage = Stage(None, f"call {call.call_id} {call.role}.{call.method}: done, idle", end_s)

@@ -13,10 +13,10 @@ from hf_engine.resharding.boxes import Box
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import show
 
-__all__ = ["Shard"]
+__all__ = ["ShardTensor"]
 
 
-class Shard(torch.Tensor):
+class ShardTensor(torch.Tensor):
     """A box of a parameter in the shape of the whole: what a loader cuts out of it must be exactly the box.
 
     An engine's loaders take whole parameters and narrow them to their rank's part. Given this, they find the part
@@ -27,13 +27,13 @@ class Shard(torch.Tensor):
     _whole: Box
     _box: Box
     _part: torch.Tensor
-    _origin: Shard | None
+    _origin: ShardTensor | None
     _is_used: bool
 
     @staticmethod
-    def __new__(cls: type[Shard], name: str, shape: Sequence[int], box: Box, part: torch.Tensor) -> Shard:
+    def __new__(cls: type[ShardTensor], name: str, shape: Sequence[int], box: Box, part: torch.Tensor) -> ShardTensor:
         """A whole parameter `name` of `shape`, of which `part` is at `box`."""
-        shard: Shard = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
+        shard: ShardTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype, device=part.device)
         shard._name, shard._whole, shard._box, shard._part = name, Box.whole(shape), box, part
         shard._origin, shard._is_used = None, False
         return shard
@@ -85,17 +85,17 @@ class Shard(torch.Tensor):
         self._mark_used()
         return self._part
 
-    def _stack_alone(self) -> Shard:
+    def _stack_alone(self) -> ShardTensor:
         """The same with a leading dim of 1."""
         box = Box((0, *self._box.offset), (1, *self._box.shape))
         return self._derive((1, *self._whole.shape), box, self._part.unsqueeze(0))
 
-    def _unstack(self) -> Shard:
+    def _unstack(self) -> ShardTensor:
         """The same without its leading dim, which is 1."""
         return self._derive(self._whole.shape[1:], Box(self._box.offset[1:], self._box.shape[1:]), self._part[0])
 
-    def _derive(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> Shard:
-        derived = Shard(self._name, shape, box, part)
+    def _derive(self, shape: Sequence[int], box: Box, part: torch.Tensor) -> ShardTensor:
+        derived = ShardTensor(self._name, shape, box, part)
         derived._origin = self
         return derived
 
@@ -106,7 +106,7 @@ class Shard(torch.Tensor):
 
 
 def _read(value: Any, *, func: Any) -> Any:
-    if not isinstance(value, Shard):
+    if not isinstance(value, ShardTensor):
         return value
     if value._box != value._whole:
         raise ReshardError(

@@ -9,7 +9,7 @@ import torch
 
 from hf_engine.rollout.sglang._adapters import unwrapped
 from hf_engine.rollout.sglang._staging import read_staging, write_report
-from hf_engine.rollout.shard import Shard
+from hf_engine.rollout.shard import ShardTensor
 from hf_protocols.errors import ReshardError
 from hf_protocols.foreign_code import Caught
 
@@ -28,7 +28,7 @@ def load_staged(model: Any, messages: Sequence[tuple[str, torch.Tensor]]) -> Non
     """
     ((description, _),) = messages
     memory, found = read_staging(description)
-    shards = [(name, Shard(name, shape, box, part)) for name, shape, box, part in found]
+    shards = [(name, ShardTensor(name, shape, box, part)) for name, shape, box, part in found]
     with Caught() as caught:
         with unwrapped(model):
             model.load_weights(iter(shards))

@@ -26,7 +26,7 @@ from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.rollout.engine_rules import check_vllm_runs
 from hf_engine.rollout.memory import choose_positions, take_again
-from hf_engine.rollout.shard import Shard
+from hf_engine.rollout.shard import ShardTensor
 from hf_engine.rollout.vllm._adapters import EngineAdapter, build_adapter_arguments
 from hf_engine.rollout.vllm._draws import DrawProcessor
 from hf_engine.rollout.vllm._families import config_overrides, expected_head_size, families_as_trained
@@ -254,7 +254,7 @@ class Engine:
         shards = []
         for name, part in parts.items():
             (box,) = held[name]
-            shards.append((name, Shard(name, layout.shapes[name], box, part)))
+            shards.append((name, ShardTensor(name, layout.shapes[name], box, part)))
         self._send(shards)
 
     @options_set()
