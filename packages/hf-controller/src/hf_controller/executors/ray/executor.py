@@ -17,13 +17,14 @@ from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.cluster import Cluster
+from hf_controller.executors.ray.handles import LocalBatchHandle, SplitBatchHandle, ValueHandle
 from hf_controller.executors.ray.host_process import describe_processes
 from hf_controller.executors.ray.host_set import HostSet, OccupiedPool, Undone, await_answers, await_ready
 from hf_controller.executors.ray.joining import check_connection, plan_joinings
 from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import place
 from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
-from hf_controller.executors.ray.store import BatchHandle, RayStore, ValueHandle
+from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.supervisor import Supervisor
 from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.executors.ray.wire import pack_once
@@ -357,9 +358,12 @@ class RayExecutor(Executor):
                 # The trace holds on to answers: what is large stays apart, and goes when nobody wants it any more.
                 answers[rank], left = actor.run_apart.remote(*message)
                 contents.append(left)
-                metadata = answers[rank] if self._joined else None
-                is_batch = spec.returns == "batch"
-                handles[rank] = BatchHandle(metadata=metadata, contents=left) if is_batch else ValueHandle(left)
+                if spec.returns != "batch":
+                    handles[rank] = ValueHandle(left)
+                elif self._joined:
+                    handles[rank] = SplitBatchHandle(metadata=answers[rank], contents=left)
+                else:
+                    handles[rank] = LocalBatchHandle(left)
             host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         first = next(iter(calls.values()))
         references = [each for _, inputs in packed.values() for each in inputs]

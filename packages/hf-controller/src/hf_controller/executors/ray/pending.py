@@ -10,8 +10,8 @@ import ray
 from ray.exceptions import RayError
 
 from hf_controller.executors.ray.call_state import CallState
+from hf_controller.executors.ray.handles import ValueHandle
 from hf_controller.executors.ray.host_process import in_one_line
-from hf_controller.executors.ray.store import ValueHandle
 from hf_controller.executors.ray.supervisor import Supervisor
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray import cloudpickle
 from ray.exceptions import GetTimeoutError, RayError
 
+from hf_controller.executors.ray.handles import Delivered, LocalBatchHandle, Sealed, SplitBatchHandle, ValueHandle
 from hf_controller.executors.ray.host_process import find_maker, own_origin
+from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import CLOSED, LostResultError
 from hf_protocols import PoolError, WorkerTimeoutError
 
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     from hf_controller.data.transport import Shard, SliceRequest
 
 __all__ = [
-    "BatchHandle",
-    "Delivered",
     "HostStore",
     "Origin",
     "RayStore",
-    "Sealed",
-    "ValueHandle",
     "describe_unread",
     "pack_shard",
 ]
@@ -39,68 +35,9 @@ _LOOK_UP_TIMEOUT_MS = 5000
 _WHY_LATE = "an earlier call hangs, or call_timeout_s is too small"
 
 
-class Sealed:
-    """A reference that stays packed until it is opened.
-
-    A reader gets a reference to every shard of a batch and reads a few of them. Unpacking a reference costs messages
-    to its owner; Ray counts the reference as long as the object or the call that contains the packed one exists.
-
-    Args:
-        reference: the reference.
-    """
-
-    def __init__(self, reference: Any) -> None:
-        self._reference = reference
-        self._packed = b""
-
-    def __reduce__(self) -> tuple[Callable[[bytes], Sealed], tuple[bytes]]:
-        # Packed again inside the object that will contain it, so that Ray sees it there.
-        return _reseal, (cloudpickle.dumps(self.open()),)  # type: ignore[no-untyped-call]
-
-    def open(self) -> Any:
-        """The reference."""
-        if self._reference is None:
-            self._reference = pickle.loads(self._packed)
-        return self._reference
-
-
-def _reseal(packed: bytes) -> Sealed:
-    sealed = Sealed(None)
-    sealed._packed = packed
-    return sealed
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchHandle:
-    """Handle of one rank's part of a batch.
-
-    Attributes:
-        metadata: reference of the answer with the shard's metadata, or the failure, for readers on other machines;
-            None where there are none.
-        contents: reference of the shard with its arrays, see `pack_shard`, or the failure.
-    """
-
-    metadata: Any
-    contents: Any
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """The contents of a `BatchHandle` that came with the call."""
-
-    contents: Any
-
-
-@dataclass(frozen=True)
-class ValueHandle:
-    """Reference of the object that a method returned, or of the failure."""
-
-    contents: Any
-
-
 @dataclass(frozen=True)
 class _Arrays:
-    """The arrays in the contents of a `BatchHandle`, for a reader that has the metadata."""
+    """The arrays in the contents of a `SplitBatchHandle`, for a reader that has the metadata."""
 
     contents: Any
 
@@ -164,9 +101,7 @@ class RayStore:
         near = {
             index: handle.contents
             for index, (handle, value) in enumerate(zip(handles, values, strict=True))
-            if isinstance(handle, BatchHandle)
-            and handle.metadata is not None
-            and not self.is_far(getattr(value, "origin", self.origin))
+            if isinstance(handle, SplitBatchHandle) and not self.is_far(getattr(value, "origin", self.origin))
         }
         contents = self._get(list(near.values()), max(0.0, deadline_s - time.monotonic()))
         for index, value in zip(near, contents, strict=True):
@@ -273,28 +208,23 @@ def _contents(here: _Fetched | Delivered) -> Any:
 
 
 def _first_reference(handle: Any) -> Any:
-    if isinstance(handle, BatchHandle):
-        return handle.contents if handle.metadata is None else handle.metadata
-    if isinstance(handle, ValueHandle):
-        return handle.contents
-    if isinstance(handle, _Arrays):
+    if isinstance(handle, SplitBatchHandle):
+        return handle.metadata
+    if isinstance(handle, LocalBatchHandle | ValueHandle | _Arrays):
         return handle.contents
     return handle.open() if isinstance(handle, Sealed) else handle
 
 
 def _open(handle: Any, value: Any) -> Any:
     """Returns a handle's contents for a reader: an object, a shard with available arrays, or a failure."""
-    if isinstance(handle, BatchHandle) and handle.metadata is not None:
-        # Imported here: the wire knows the store's references.
-        from hf_controller.executors.ray.wire import unpack_answer
-
+    if isinstance(handle, SplitBatchHandle):
         outcome: Any = unpack_answer(value)[0]
         if getattr(outcome, "arrays", handle) is None:
             return replace(outcome, arrays=_Arrays(handle.contents))
         return outcome
     if isinstance(handle, _Arrays):
         return value[1]
-    return _attach(value) if isinstance(handle, BatchHandle | Delivered) else value
+    return _attach(value) if isinstance(handle, LocalBatchHandle | Delivered) else value
 
 
 def _attach(contents: Any) -> Any:

@@ -17,8 +17,8 @@ from ray import cloudpickle
 
 from hf_controller.data.results import Metrics
 from hf_controller.data.transport import Shard
+from hf_controller.executors.ray.handles import Delivered, LocalBatchHandle, Sealed
 from hf_controller.executors.ray.shipping import find_unpicklable
-from hf_controller.executors.ray.store import BatchHandle, Delivered, Sealed
 from hf_controller.groups.dispatch import Call
 from hf_controller.trace import CallReport, Span
 from hf_protocols import ProtocolError
@@ -61,7 +61,7 @@ class _CallPickler(cloudpickle.CloudPickler):
         self.batches: dict[Any, int] = {}
 
     def persistent_id(self, value: Any) -> tuple[str, int] | None:
-        if isinstance(value, BatchHandle) and value.metadata is None:
+        if isinstance(value, LocalBatchHandle):
             return "batch", self.batches.setdefault(value.contents, len(self.batches))
         if isinstance(value, ray.ObjectRef | Sealed):
             return "reference", self.references.setdefault(value, len(self.references))
