@@ -106,7 +106,7 @@ masks_with_holes = st.integers(1, 9).flatmap(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(masks=masks_with_holes, seed=st.integers(0, 1000), gamma=st.floats(0, 1), gae_lambda=st.floats(0, 1))
 def test_holes_are_as_if_their_tokens_were_dropped(
     masks: list[list[bool]], seed: int, gamma: float, gae_lambda: float

@@ -151,7 +151,7 @@ def run_split(
 
 @pytest.mark.parametrize("name", ["policy", "sequence", "current", "value", "supervised"])
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(order=st.permutations(range(9)), cuts=st.sets(st.integers(1, 8), max_size=5), seed=st.integers(0, 50))
 def test_losses_do_not_depend_on_how_rows_are_split(
     name: str, mode: str, order: list[int], cuts: set[int], seed: int

@@ -91,7 +91,7 @@ def _union(draw, case, counter):
 
 
 @given(cases(), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_tree_locates_the_rows_that_the_eager_operations_give(case: Case, data: st.DataObject) -> None:
     wanted = data.draw(st.lists(st.integers(0, len(case.rows) - 1), max_size=12))
     assert case.tree.num_rows(case.extents) == len(case.rows)

@@ -90,7 +90,7 @@ def sharded(draw: st.DrawFn) -> tuple[list[int], list[list[int]]]:
 
 
 @given(sharded(), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_rows_of_any_split_are_the_rows_of_the_whole(case, data):
     lengths, parts = case
     whole = batch(lengths)
@@ -110,7 +110,7 @@ def test_neighbouring_rows_of_one_shard_are_not_copied():
 
 
 @given(sharded(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_far_rows_are_the_same_rows(case, data):
     lengths, parts = case
     whole = batch(lengths)
@@ -143,7 +143,7 @@ def test_a_far_shard_that_is_read_as_a_whole_moves_in_one_piece():
 
 
 @given(sharded(), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_pieces_follow_one_another_and_are_views(case, data):
     lengths, parts = case
     whole = batch(lengths)

@@ -4,7 +4,7 @@ import re
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_engine.resharding.boxes import Box, partition_box, split_box
@@ -50,7 +50,6 @@ def test_the_box_of_no_shape_is_refused(shape):
         Box.whole(shape)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(boxes(n), boxes(n))))
 def test_intersection_and_containment_are_those_of_sets(pair):
     first, second = pair
@@ -63,7 +62,6 @@ def test_slices_address_a_box_inside_its_container():
     assert Box((3, 5), (2, 1)).slices_in(Box((2, 5), (4, 3))) == (slice(1, 3), slice(0, 1))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3).flatmap(boxes), st.integers(1, 40))
 def test_splitting_covers_a_box_once_in_row_major_order(box, max_numel):
     parts = list(split_box(box, max_numel))
@@ -78,7 +76,6 @@ def test_a_box_cannot_be_split_into_nothing():
         list(split_box(Box((0,), (3,)), 0))
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3).flatmap(lambda n: st.tuples(boxes(n), st.lists(boxes(n), max_size=4))))
 def test_a_partition_is_exact(case):
     box, covers = case

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -18,7 +18,6 @@ from hf_protocols import BatchError
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=12)
 
 
-@settings(deadline=None)
 @given(lengths, st.integers(40, 120))
 def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens):
     prompts, responses = [p for p, _ in rows], [r for _, r in rows]

@@ -40,7 +40,7 @@ def layouts(draw, ranks, complete):
     return WeightLayout(shapes=SHAPES, boxes=fixed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(layouts([0, 1, 2], complete=True), layouts([1, 2, 3], complete=False), st.integers(1, 30))
 def test_any_plan_is_exact(source, target, bucket_numel):
     plan = plan_reshard(source, target)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
@@ -195,7 +195,6 @@ def test_the_metrics_count_padding_and_saved_tokens(ranks1, tmp_path):
 rows = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), min_size=1, max_size=9)), max_size=5)
 
 
-@settings(deadline=None)
 @given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())
 def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, memory, always):
     sharing = PromptSharing(pair_work=work, pair_memory=memory, always=always)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_protocols import BatchError, RowSelection
 
-exact = settings(max_examples=200, deadline=None, derandomize=True)
+exact = settings(max_examples=200, derandomize=True)
 row_lists = st.lists(st.integers(0, 30), max_size=40)
 
 

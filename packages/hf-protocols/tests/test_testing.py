@@ -33,7 +33,7 @@ from hf_protocols import (
 )
 from hf_protocols.testing import check_transfer_protocol
 
-laws = settings(max_examples=150, deadline=None, derandomize=True)
+laws = settings(max_examples=150, derandomize=True)
 FOUR = Topology(ParallelSpec(tp_size=2, dp_size=2))
 
 

@@ -34,7 +34,7 @@ leaves = (
 values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(texts, inner), max_leaves=12)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, derandomize=True)
 @given(tables=st.dictionaries(texts, values, max_size=5))
 def test_what_is_writable_reads_back_as_it_is(tables: dict[str, Any]) -> None:
     if find_unwritable(tables) is None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hf_protocols import Axis, GenerationSpec, Topology
 
 TRAINING_AXES = ("tp", "pp", "dp", "cp", "ep")
-exact = settings(max_examples=150, deadline=None, derandomize=True)
+exact = settings(max_examples=150, derandomize=True)
 
 
 @exact

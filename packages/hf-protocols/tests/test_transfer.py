@@ -33,7 +33,7 @@ from hf_protocols import (
     split_rows,
 )
 
-exact = settings(max_examples=200, deadline=None, derandomize=True)
+exact = settings(max_examples=200, derandomize=True)
 
 
 # ------------------------------------------------------------------------------------------------------------ splitting

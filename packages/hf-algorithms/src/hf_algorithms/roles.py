@@ -12,7 +12,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_controller import BatchFuture, WorkerGroup
 
-__all__ = ["Roles", "call_keeping_scores", "is_scored", "least_rows"]
+__all__ = ["Roles", "call_keeping_scores", "is_scored", "least_rows", "list_trained"]
 
 _SCORED, _SCORES = "model_scores", "compute_model_scores"
 """A column that a method reads where a model scores for its role, and the model's method that writes the column."""
@@ -158,3 +158,12 @@ def least_rows(group: WorkerGroup, method: str) -> int:
     if is_scored(group, method):
         return max(rows, least_rows(cast("_ScoredGroup", group).scorer, _SCORES))
     return rows
+
+
+def list_trained(roles: Roles) -> dict[str, WorkerGroup]:
+    """Groups whose state changes while a run trains, by role."""
+    return {
+        role: group
+        for role, group in roles.groups.items()
+        if "save_state" in group.methods and getattr(group.spec.worker, "trainable", False)
+    }

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.checkpoints.commit import STEPS, WARM_START, CheckpointError, Commit, find_last_commit
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program
-from hf_algorithms.checkpoints.saver import list_trained
 from hf_algorithms.config import DeadlinesConfig
+from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.roles import Roles
 
 __all__ = ["FREE_KEYS", "Resumption", "open_resumption", "reopen"]
 

@@ -24,30 +24,20 @@ from hf_algorithms.checkpoints.commit import (
 )
 from hf_algorithms.checkpoints.pending import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
+from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectoryError
 from hf_algorithms.run.summary import versions
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
     from hf_algorithms.config import RunConfig
-    from hf_algorithms.roles import Roles
     from hf_algorithms.run.directory import RunDirectory
     from hf_algorithms.run.summary import RunSummary
-    from hf_controller import WorkerGroup
 
-__all__ = ["Checkpoints", "list_trained"]
+__all__ = ["Checkpoints"]
 
 _MODEL = "model"
 """Folder of a run, and of a commit that `run.keep_best` keeps, with the weights in Hugging Face's format."""
-
-
-def list_trained(roles: Roles) -> dict[str, WorkerGroup]:
-    """Groups whose state changes while a run trains, by role."""
-    return {
-        role: group
-        for role, group in roles.groups.items()
-        if "save_state" in group.methods and getattr(group.spec.worker, "trainable", False)
-    }
 
 
 def _find_unsaved(roles: Roles) -> list[str]:

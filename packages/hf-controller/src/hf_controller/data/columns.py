@@ -17,7 +17,6 @@ from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_controller.data.expressions import Expression
-    from hf_controller.groups.dispatch import Call
 
 __all__ = ["CallColumns", "Declared", "columns_of", "find_columns"]
 
@@ -68,10 +67,10 @@ class CallColumns(NamedTuple):
                 )
 
 
-def columns_of(call: Call, spec: MethodSpec) -> CallColumns:
-    """Returns what a call that was built reads and writes."""
-    if call.columns is not None:
-        return call.columns
+def columns_of(columns: CallColumns | None, spec: MethodSpec) -> CallColumns:
+    """Returns what a call reads and writes: the columns that it carries, otherwise those of the registration."""
+    if columns is not None:
+        return columns
     assert spec.writes is not FROM_ARGUMENT
     return CallColumns(spec.reads, spec.writes)
 

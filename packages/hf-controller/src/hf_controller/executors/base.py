@@ -190,7 +190,7 @@ class Executor(ABC):
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
         self.trace.note_place(call.call_id, _find_caller())
-        columns = {rank: columns_of(made, spec) for rank, made in calls.items()}
+        columns = {rank: columns_of(made.columns, spec) for rank, made in calls.items()}
         return self._wrap(group, method, self._launch(group, spec, calls), columns)
 
     def _wrap(self, group: WorkerGroup, method: str, call: PendingCall, columns: Mapping[int, CallColumns]) -> Any:

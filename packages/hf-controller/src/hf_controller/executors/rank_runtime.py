@@ -148,7 +148,7 @@ class RankRuntime:
         if call.after:
             self._enter(call, "waiting for the pool's earlier call")
             self._store.wait(list(call.after), call.timeout_s)
-        method, columns = getattr(worker, call.method), columns_of(call, spec)
+        method, columns = getattr(worker, call.method), columns_of(call.columns, spec)
         if any(isinstance(value, BatchArgument | StoredArgument) for value in (*call.args, *call.kwargs.values())):
             try:
                 inputs = self._read_inputs(call, share, columns, takes_pieces(method), progress)

@@ -172,7 +172,7 @@ class TracingExecutor(Executor):
                 f"{what}: the program made max_calls={self._max_calls} calls before it and goes on. While calls are "
                 "traced every metric is 0.0: bound loops that wait for a metric to change"
             )
-        columns = columns_of(call, spec)
+        columns = columns_of(call.columns, spec)
         if spec.returns == "batch" and columns.writes is None:
             raise ConfigError(f"{what} does not say which columns it returns: register it with writes=[...]")
         values = (*call.args, *call.kwargs.values())

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import ProtocolError
 from hf_protocols.validation import Checks
 
-if TYPE_CHECKING:
-    from hf_controller.groups.worker_group import WorkerGroup
-
-__all__ = ["Connection", "connect"]
+__all__ = ["connect"]
 
 _check = Checks(ProtocolError)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Connection:
-    """One rank's end of a connection.
-
-    Attributes:
-        name: the connection's name.
-        group: the joint `torch.distributed.ProcessGroup`; ranks in its collectives are joint ranks.
-        rank: this rank in it.
-        world_size: ranks of both worker groups.
-        ranks: the joint ranks of each role, in the role's own order.
-    """
-
-    name: str
-    group: Any
-    rank: int
-    world_size: int
-    ranks: Mapping[str, tuple[int, ...]]
 
 
 def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
@@ -56,8 +31,6 @@ def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None)
         HybridFlowError: what went wrong on a rank.
         WorkerTimeoutError: if the ranks do not meet in time.
     """
-    from hf_controller.groups.worker_group import WorkerGroup
-
     for side, group in (("first", first), ("second", second)):
         _check.kind(f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
     _check.kind("connect: name", name, str | None, "a string")

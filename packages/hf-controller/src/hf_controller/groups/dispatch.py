@@ -128,7 +128,7 @@ def _list_items(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int]) -
 def _build_call(call: Call, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Call:
     """The call as one rank gets it: futures and batches replaced, and its columns known."""
     call = call._replace(columns=find_columns(spec, (*call.args, *call.kwargs.values()), what))
-    columns = columns_of(call, spec)
+    columns = columns_of(call.columns, spec)
     return call._replace(
         args=tuple(_replace(value, columns, what, put, whole=whole) for value in call.args),
         kwargs={name: _replace(value, columns, what, put, whole=whole) for name, value in call.kwargs.items()},

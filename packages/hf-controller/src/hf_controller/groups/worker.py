@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from hf_controller.groups.connection import Connection
 from hf_controller.trace import SubSpan
 from hf_protocols import Coordinate, ProtocolError, Topology, registered_methods
 from hf_protocols.validation import Checks, show
 
-__all__ = ["Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
+__all__ = ["Connection", "Worker", "WorkerContext", "WorkerSpec", "as_pieces", "construct_worker", "takes_pieces"]
 
 _check = Checks(ProtocolError)
 
@@ -22,6 +21,25 @@ _PIECES = "__hybridflow_pieces__"
 _SET_FOR_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """One rank's end of a connection.
+
+    Attributes:
+        name: the connection's name.
+        group: the joint `torch.distributed.ProcessGroup`; ranks in its collectives are joint ranks.
+        rank: this rank in it.
+        world_size: ranks of both worker groups.
+        ranks: the joint ranks of each role, in the role's own order.
+    """
+
+    name: str
+    group: Any
+    rank: int
+    world_size: int
+    ranks: Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,59 +1,17 @@
-"""Arguments that declare columns, a worker that takes them, and the checks of such calls."""
+"""Checks of calls whose arguments declare columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
-import torch
 from tensordict import TensorDict
 
-from hf_controller.groups.worker import Worker
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
-from hf_protocols import ALL_TO_ALL, DP, FROM_ARGUMENT, BatchError, PerRank, ProtocolError, register
+from hf_controller.testing._workers import StageWorker, Total
+from hf_protocols import BatchError, PerRank, ProtocolError
 
-if TYPE_CHECKING:
-    from hf_controller.testing._workers import StageWorker
-
-__all__ = ["DECLARED_COLUMNS", "DeclaringWorker"]
-
-
-@dataclass(frozen=True)
-class Total:
-    """Adds up the columns that it reads; what it writes is named by its user."""
-
-    reads: Any
-    writes: Any = ("total",)
-    returned: tuple[str, ...] | None = None
-    """Columns that it returns, if they differ from those it declares."""
-
-    def __call__(self, batch: TensorDict) -> dict[str, torch.Tensor]:
-        """Returns the sum [B] under each name."""
-        wanted = [name.removesuffix("?") for name in self.reads]
-        columns = [batch[name] for name in wanted if name in batch.keys()]  # noqa: SIM118 - it iterates its rows
-        total = sum(columns, torch.zeros(len(batch)))
-        return {name: total.clone() for name in self.returned or self.writes}
-
-
-class DeclaringWorker(Worker):
-    """Knows one column, `row`; its arguments know others."""
-
-    @register(protocol=DP, reads=("row",), writes=FROM_ARGUMENT)
-    def apply(self, batch: TensorDict, total: Total) -> TensorDict:
-        """Returns the result of `total` on the batch."""
-        return TensorDict(total(batch), batch_size=batch.batch_size)
-
-    @register(protocol=ALL_TO_ALL, reads=("row",), writes=FROM_ARGUMENT)
-    def apply_own(self, batch: TensorDict, total: Total) -> TensorDict:
-        """Returns the result of this rank's `total` on this rank's batch."""
-        return self.apply(batch, total)
-
-    @register(protocol=DP, returns="metrics", reads=("row",))
-    def list_columns(self, batch: TensorDict, *totals: Total) -> dict[str, tuple[float, float]]:
-        """The columns that arrived."""
-        return {str(name): (1.0, 1.0) for name, _ in batch.items()}
+__all__ = ["DECLARED_COLUMNS"]
 
 
 def arguments_declare_columns(stage: StageWorker) -> None:

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,10 +19,10 @@ from tensordict import TensorDict
 from hf_controller.executors.base import Executor
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, as_pieces
-from hf_controller.testing._declared import DeclaringWorker
 from hf_protocols import (
     ALL_TO_ALL,
     DP,
+    FROM_ARGUMENT,
     ONE_TO_ALL,
     RANK_ZERO,
     THREE_D,
@@ -37,7 +38,7 @@ from hf_protocols import (
     split_rows,
 )
 
-__all__ = ["ProbeWorker", "SoloWorker", "StageWorker"]
+__all__ = ["ProbeWorker", "SoloWorker", "StageWorker", "Total"]
 
 
 def _every_other_row(topology: Topology, num_rows: int, weights: Sequence[float] | None = None) -> list[RowSelection]:
@@ -82,6 +83,42 @@ TWO_CHUNKS = TransferProtocol("two chunks each", _two_chunks_each, DP.collect)
 class _MuteError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+@dataclass(frozen=True)
+class Total:
+    """Adds up the columns that it reads; what it writes is named by its user."""
+
+    reads: Any
+    writes: Any = ("total",)
+    returned: tuple[str, ...] | None = None
+    """Columns that it returns, if they differ from those it declares."""
+
+    def __call__(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        """Returns the sum [B] under each name."""
+        wanted = [name.removesuffix("?") for name in self.reads]
+        columns = [batch[name] for name in wanted if name in batch.keys()]  # noqa: SIM118 - it iterates its rows
+        total = sum(columns, torch.zeros(len(batch)))
+        return {name: total.clone() for name in self.returned or self.writes}
+
+
+class DeclaringWorker(Worker):
+    """Knows one column, `row`; its arguments know others."""
+
+    @register(protocol=DP, reads=("row",), writes=FROM_ARGUMENT)
+    def apply(self, batch: TensorDict, total: Total) -> TensorDict:
+        """Returns the result of `total` on the batch."""
+        return TensorDict(total(batch), batch_size=batch.batch_size)
+
+    @register(protocol=ALL_TO_ALL, reads=("row",), writes=FROM_ARGUMENT)
+    def apply_own(self, batch: TensorDict, total: Total) -> TensorDict:
+        """Returns the result of this rank's `total` on this rank's batch."""
+        return self.apply(batch, total)
+
+    @register(protocol=DP, returns="metrics", reads=("row",))
+    def list_columns(self, batch: TensorDict, *totals: Total) -> dict[str, tuple[float, float]]:
+        """The columns that arrived."""
+        return {str(name): (1.0, 1.0) for name, _ in batch.items()}
 
 
 class ProbeWorker(DeclaringWorker):

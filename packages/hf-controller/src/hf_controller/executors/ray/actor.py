@@ -21,7 +21,6 @@ from hf_controller.executors.ray.log_prefix import attribute_streams
 from hf_controller.executors.ray.store import HostStore, pack_shard
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.failures import Failure
-from hf_controller.groups.connection import Connection
 from hf_controller.groups.default_group import (
     Rendezvous,
     call_off,
@@ -31,7 +30,7 @@ from hf_controller.groups.default_group import (
     open_rendezvous,
     seed_generators,
 )
-from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, construct_worker
+from hf_controller.groups.worker import Connection, Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.trace import CallReport, refuse
 
 if TYPE_CHECKING:
