@@ -135,9 +135,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
 
 
-def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of(
-    ranks2: LocalRanks, model: Path
-) -> None:
+def test_unchanged_weights_are_counted_over_ranks_with_a_warning(ranks2: LocalRanks, model: Path) -> None:
     first, second = ranks2.run(report_unchanged, model)
     assert [count for count, _ in first] == [count for count, _ in second] == [0.0, 0.0, 1.0, 0.0, 0.0]
     assert [warned for _, warned in first] == [False] * 5
@@ -145,7 +143,7 @@ def test_weights_that_a_step_did_not_change_are_counted_over_ranks_and_warned_of
 
 
 @pytest.mark.parametrize(("spoils_from", "wrong"), [(None, [False, False]), (2, [False, True]), (1, [True, True])])
-def test_an_engine_that_cannot_be_read_is_judged_in_every_iteration(
+def test_an_unreadable_engine_is_judged_in_every_iteration(
     ranks2: LocalRanks, model: Path, spoils_from: int | None, wrong: list[bool]
 ) -> None:
     for refusals in ranks2.run(judge, model, spoils_from):

@@ -89,7 +89,7 @@ def test_advantages_keep_the_rows_of_the_mask() -> None:
     np.testing.assert_allclose(returns[0][2], 1.0)
 
 
-def test_the_samplers_mismatch_is_shown_by_mean_maximum_and_share() -> None:
+def test_metrics_give_mean_maximum_and_share_of_logprob_gaps() -> None:
     old, sampled = ([-1.0, -2.0, -3.0], [-0.5]), ([-1.05, -2.0, -3.4], [-0.2])
     batch = TensorDict(
         {

@@ -119,7 +119,7 @@ LACKING = dict(EVENTS[1], args={name: value for name, value in EVENTS[1]["args"]
         (json.dumps({"traceEvents": [_call(1, "a.b", 1, 0, 0, 0, 0, 1, 0, "p", bytes_read="x")]}), "bytes_read='x'"),
     ],
 )
-def test_a_trace_that_cannot_be_used_is_one_error_with_exit_code_2(tmp_path, monkeypatch, capsys, text, part):
+def test_an_unusable_trace_is_one_error_with_exit_code_2(tmp_path, monkeypatch, capsys, text, part):
     if text is not None:
         (tmp_path / "trace.json").write_text(text)
     with pytest.raises(DataError, match=r"trace\.json"):

@@ -184,7 +184,7 @@ def test_options_of_a_rollout_backend_are_a_table_of_their_own(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("name", "hint"), [("cache_byte", "did you mean 'cache_bytes'"), ("seed", "it takes dtype")])
-def test_an_option_that_the_rollout_backend_does_not_take_is_named(name: str, hint: str) -> None:
+def test_an_unknown_option_of_the_rollout_backend_is_named(name: str, hint: str) -> None:
     config = parse_config({**MINIMAL, "rollout": {"options": {name: 1}}})
     with pytest.raises(ConfigError, match=rf"rollout\.options\.{name}: backend 'transformers' has no .*; {hint}"):
         check_rollout_options(config.rollout)

@@ -97,7 +97,7 @@ def test_values_are_in_the_unit_of_rewards(ranks: LocalRanks, model: str) -> Non
         np.testing.assert_allclose(found["scaled"][mask], 5.0 + 3.0 * found["plain"][mask], rtol=1e-5, atol=1e-5)
 
 
-def test_the_value_after_a_response_is_that_before_the_next_token(ranks: LocalRanks, model: str) -> None:
+def test_value_after_a_response_is_that_before_the_next_token(ranks: LocalRanks, model: str) -> None:
     for found in ranks.run(values_of, model):
         lengths = found["lengths"].tolist()
         assert max(lengths) > min(lengths)

@@ -183,7 +183,7 @@ def test_a_step_computes_and_reads_the_named_metric(name: str, column: str) -> N
     assert ("compute_named_reward" in calls) == (column == "named_scores")
 
 
-def test_groups_are_compared_by_a_models_scores_which_it_gives_once() -> None:
+def test_groups_are_compared_by_model_scores_computed_once() -> None:
     recipe = RECIPES["dapo"].with_scorers({"reward": "a/model"})
     calls = trace("reward/model", recipe, {"model": {"path": "a/model"}})
     assert "model_scores" in calls["select_groups"].reads and "named_scores" not in calls["select_groups"].reads

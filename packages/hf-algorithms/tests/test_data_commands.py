@@ -265,7 +265,7 @@ def test_pairs_of_a_configuration_are_checked_as_well(tmp_path: Path) -> None:
     assert "rows are longer than the model's context of" in run("check", "--config", config)
 
 
-def test_pairs_of_a_file_are_checked_as_a_reward_model_reads_them(tmp_path: Path) -> None:
+def test_check_reads_pairs_of_a_file_as_a_reward_model_does(tmp_path: Path) -> None:
     build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
     path = tmp_path / "pairs.jsonl"
     path.write_text('{"question": "1+1=", "chosen": "2", "rejected": "11"}\n')
@@ -335,7 +335,7 @@ def test_gsm8k_is_split_by_question(tmp_path: Path) -> None:
     assert sorted(chain.from_iterable(parts)) == sorted((each["question"], each["answer"]) for each in records)
 
 
-def test_steps_are_the_distinct_problems_of_one_operation_on_small_whole_numbers(tmp_path: Path) -> None:
+def test_steps_are_distinct_single_operations_on_small_integers(tmp_path: Path) -> None:
     kept = [(f"{number}+{number}=", str(2 * number)) for number in range(1, 20)] + [("48/2=", "24")]
     left_out = [
         "<<100-1=99>>",

@@ -11,7 +11,7 @@ from hf_protocols import ConfigError
 BODY = {"data": {"train": "rows.jsonl"}}
 
 
-def test_phases_have_the_deadline_of_a_call_where_nothing_is_given():
+def test_the_deadline_of_a_phase_defaults_to_that_of_a_call():
     found = list_deadlines(parse_config({**BODY, "cluster": {"call_timeout_s": 30.0}}))
     assert found["training"] == (30.0, "deadlines.train_s")
     assert found["*"] == (30.0, "cluster.call_timeout_s")

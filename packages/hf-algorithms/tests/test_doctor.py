@@ -56,7 +56,7 @@ def test_a_missing_or_older_package_is_a_problem_with_its_line(monkeypatch):
     assert 'pip install "ray"' in text
 
 
-def test_a_missing_backend_is_a_problem_only_if_no_other_is_there():
+def test_a_missing_backend_is_a_problem_only_without_another():
     def load(name):
         if name != "fsdp":
             raise BackendUnavailableError(f'backend {name!r} needs it: pip install "{name}"')

@@ -169,7 +169,7 @@ def test_losses_do_not_depend_on_how_rows_are_split(
         np.testing.assert_allclose(pair, whole_metrics[key], rtol=1e-10, atol=1e-12, err_msg=key)
 
 
-def test_rows_without_a_trained_token_count_in_the_constant_alone() -> None:
+def test_rows_without_trained_tokens_count_in_constant_mode_only() -> None:
     columns, _ = make_columns(0)
     rows = columns["response_mask"].any(1)
     trained = {name: column[rows] for name, column in columns.items()}

@@ -120,7 +120,7 @@ def test_a_correction_leaves_the_kl_term_alone() -> None:
     assert float(joined - corrected) == pytest.approx(float(with_kl - plain), rel=1e-12)
 
 
-def test_current_policy_is_compared_with_the_sampler_if_it_can_be() -> None:
+def test_current_policy_is_compared_with_the_sampler_if_possible() -> None:
     logprobs, batch = make_batch(7)
     _, metrics = PolicyLoss(old="current")({"logprobs": logprobs}, batch)
     assert metrics["rollout/masked"] == (0.0, float(batch["response_mask"].sum()))

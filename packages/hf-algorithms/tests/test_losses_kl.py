@@ -47,7 +47,7 @@ def test_kl_terms_follow_their_formulas(estimator: Any, gradient: Any, mode: Any
     assert not [name for name in metrics if name.startswith("kl")]  # known before the update
 
 
-def test_the_divergence_is_measured_where_old_logprobs_are_those_of_the_update() -> None:
+def test_kl_is_measured_if_old_logprobs_are_the_current_ones() -> None:
     generator = np.random.default_rng(1)
     mask = generator.random((5, 6)) < 0.7
     mask[1], mask[2, 0] = False, True

@@ -193,7 +193,7 @@ def test_both_sides_of_a_chat_have_one_prompt(tokenizer: PreTrainedTokenizerFast
     assert data.batch([0])["signs"].tolist() == [[-1.0, 1.0]]
 
 
-def test_a_template_that_changes_the_prompt_keeps_that_of_generation(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_generation_prompt_is_kept_if_a_template_changes_it(tokenizer: PreTrainedTokenizerFast) -> None:
     """As templates do that leave the thoughts of earlier turns out."""
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}x{% endif %}"

@@ -17,7 +17,7 @@ subprocess.run([sys.executable, "-c", "held = b'x' * {SIZE}; print('held', flush
 """
 
 
-def test_the_peak_is_a_sum_over_the_tree_and_outlives_the_processes():
+def test_the_peak_sums_over_the_tree_and_outlives_its_processes():
     own = psutil.Process().memory_info().rss
     with MemoryMeter(interval_s=0.02) as meter:
         before = meter.peak_bytes

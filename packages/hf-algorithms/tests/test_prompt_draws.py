@@ -51,7 +51,7 @@ def test_rows_to_learn_from_have_answers(data: PromptDataset) -> None:
     assert [len(row) for row in batch["response_ids"].unbind()] == [2] * 5
 
 
-def test_rows_to_learn_from_are_others_in_every_update_of_an_iteration(data: PromptDataset) -> None:
+def test_updates_of_an_iteration_learn_from_different_rows(data: PromptDataset) -> None:
     draws = PromptDraws(data, 4, iteration=1, seed=0)
     found = [draws.pretraining(5, max_response_tokens=8)["row_id"].tolist() for _ in range(3)]
     assert sorted(found[0] + found[1]) == list(range(10))

@@ -173,7 +173,7 @@ def test_groups_stay_whole_where_something_compares_them(name: str, keys: dict[s
     assert is_whole is keeps
 
 
-def test_prompt_means_of_mini_batches_average_to_the_unsplit_formula() -> None:
+def test_mini_batch_prompt_means_average_to_the_unsplit_formula() -> None:
     """Equation 8 of DAPO over the whole batch, in numpy, against the losses of its four mini-batches."""
     groups, size, tokens = 8, 3, 5
     rng = np.random.default_rng(0)
@@ -217,7 +217,7 @@ def run_warm_start(scores: list[float], **config: Any) -> tuple[int, list[str]]:
     return steps, notes
 
 
-def test_the_warm_start_stops_at_the_first_evaluation_that_reaches_its_mark() -> None:
+def test_warm_start_stops_once_an_evaluation_reaches_its_mark() -> None:
     steps, notes = run_warm_start([0.1, 0.36, 0.9], stop_at=0.35)
     assert steps == 4
     assert len(notes) == 2

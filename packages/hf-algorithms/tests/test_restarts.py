@@ -58,7 +58,7 @@ def test_a_run_goes_on_after_what_may_pass(name: str) -> None:
             assert line.endswith(". Restart 1 of run.max_restarts = 2: the run goes on after iteration 5")
 
 
-def test_restarts_end_with_their_number_or_an_iteration_that_fails_twice() -> None:
+def test_restarts_end_at_the_limit_or_an_iteration_failing_twice() -> None:
     restarts, error = Restarts(RunConfig(max_restarts=2), total=4), failed_call("")
     assert restarts.decide(error, 8, "goes on after iteration 5")
     assert restarts.decide(error, 8, "goes on after iteration 5") is None

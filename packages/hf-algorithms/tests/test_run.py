@@ -15,7 +15,7 @@ from hf_protocols import ConfigError
 
 
 @pytest.mark.parametrize(("call_timeout_s", "longest_s"), [(600.0, 600.0), (5.0, 120.0)])
-def test_workers_may_start_and_wait_for_each_other_as_long_as_a_call_may_take(
+def test_start_timeout_is_at_least_that_of_calls_and_two_minutes(
     call_timeout_s: float, longest_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their constructors load models and engines; a short deadline of calls is not a deadline for that."""

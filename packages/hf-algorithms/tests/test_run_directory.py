@@ -23,7 +23,7 @@ def test_metrics_are_one_object_a_line(tmp_path: Path) -> None:
     assert [json.loads(line)["iteration"] for line in lines] == [1, 2]
 
 
-def test_an_earlier_run_is_replaced_only_when_asked_and_only_at_the_beginning(tmp_path: Path) -> None:
+def test_begin_replaces_an_earlier_run_only_with_overwrite(tmp_path: Path) -> None:
     first = begun(tmp_path / "run")
     first.write_json("summary.json", {"iterations": 1})
     first.close()

@@ -85,7 +85,7 @@ def test_time_that_is_over_ends_a_run_with_code_0() -> None:
     assert end.value.code == 0
 
 
-def test_the_handler_that_was_there_before_does_not_change_the_exit_code() -> None:
+def test_an_earlier_signal_handler_does_not_change_the_exit_code() -> None:
     before = signal.signal(signal.SIGTERM, lambda kind, frame: sys.exit(128 + kind))  # as the command line has it
     try:
         stop = RunStop(RunConfig(max_seconds=5.0, grace_s=0.01), time.monotonic() - 6.0)

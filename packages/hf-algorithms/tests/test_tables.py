@@ -229,7 +229,7 @@ def test_a_split_of_a_data_set_is_a_directory(tmp_path: Path) -> None:
     assert load_rows(tmp_path / "both" / "test") == ROWS[:2]
 
 
-def test_numbers_of_parquet_have_the_digits_they_were_written_with(tmp_path: Path) -> None:
+def test_parquet_numbers_keep_the_digits_they_were_written_with(tmp_path: Path) -> None:
     values = [0.1, 3.0, 123456.7, None]
     columns = {"prompt": pa.array([b"\xc3\xa9"] * 4), "answer": pa.array(values, pa.float32())}
     pyarrow.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")

@@ -49,7 +49,7 @@ def test_chats_are_those_of_transformers(tokenizers, style):
     assert ids[-1] != tokenizer.eos_token_id
 
 
-def test_chats_of_several_turns_and_open_ones_are_those_of_transformers(tokenizers):
+def test_long_and_open_chats_are_encoded_as_in_transformers(tokenizers):
     tokenizer = tokenizers["chatml"]
     long = (SYSTEM, *CHAT, {"role": "assistant", "content": ANSWER}, *CHAT)
     opened = (*CHAT, {"role": "assistant", "content": "It is"})

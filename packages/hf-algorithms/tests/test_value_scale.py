@@ -60,7 +60,7 @@ def test_a_scale_that_cannot_be_is_refused(mean: float, std: float) -> None:
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
-def test_loss_is_in_the_critics_unit_and_metrics_in_that_of_rewards(clip: float | None) -> None:
+def test_loss_has_the_critics_unit_and_metrics_that_of_rewards(clip: float | None) -> None:
     rng = np.random.default_rng(1)
     mask = rng.random((6, 5)) < 0.7
     mask[:, 0] = True
