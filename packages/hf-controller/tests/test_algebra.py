@@ -74,7 +74,7 @@ def test_a_hundred_thousand_parts_are_one_concatenation() -> None:
     assert len(segments) == 25
 
 
-def test_no_rows_of_a_concatenation_are_no_rows_of_its_first_part() -> None:
+def test_an_empty_selection_of_a_concat_is_of_its_first_part() -> None:
     tree = Concat((leaf("first"), leaf("other")))
     (segment,) = tree.locate(RowSelection(), ["a"], extents_of(tree))["a"]
     assert (segment.source.shards[0], list(segment.rows)) == ("first", [])
@@ -90,7 +90,7 @@ def test_rows_of_a_union_follow_from_its_left_side() -> None:
     assert first.leading() is first
 
 
-def test_nobody_waits_for_the_right_side_of_a_union_to_count_rows() -> None:
+def test_union_counts_rows_without_waiting_for_its_right_side() -> None:
     class Unfinished:
         def wait(self, timeout_s: float | None) -> list[int]:
             raise AssertionError("waited")

@@ -35,7 +35,7 @@ def test_a_block_stays_lent_while_anything_refers_to_it(reader):
     assert spare.num_bytes == 200
 
 
-def test_a_kept_block_serves_what_fits_it_and_the_smallest_one_does():
+def test_lend_takes_the_smallest_block_up_to_twice_the_size():
     spare = BufferPool(1000)
     lent = [spare.lend(size) for size in (100, 150, 400)]
     addresses = [each.data_ptr() for each in lent]

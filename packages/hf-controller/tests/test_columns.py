@@ -71,7 +71,7 @@ def test_other_arguments_declare_nothing(argument):
     assert find_columns(spec(reads=("mask",), writes=("x",)), (argument,), "actor.m") is None
 
 
-def test_a_method_that_reads_all_columns_still_needs_the_declared_ones():
+def test_a_method_reading_all_columns_needs_the_declared_ones():
     found = find_columns(spec(), (Derived(False),), "actor.m")
     assert (found.reads, found.writes) == (None, None)
     batch = Leaf(Source((), columns=("x",), maker="actor.generate"))
@@ -92,7 +92,7 @@ def test_one_argument_says_what_the_method_writes(argument):
     assert found.writer in ("Constant", "Loss", "Pair")
 
 
-def test_what_an_argument_writes_matters_only_where_the_method_asks():
+def test_an_arguments_writes_matter_only_if_the_method_asks():
     assert find_columns(spec(writes=("x",)), (Loss(writes="no tuple"),), "actor.m").writes == ("x",)
 
 

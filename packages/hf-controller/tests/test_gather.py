@@ -118,7 +118,7 @@ def test_far_rows_are_the_same_rows(case, data):
     assert_equal(read(Leaf(split(whole, parts)), wanted, FarStore()), whole, wanted)
 
 
-def test_of_far_shards_only_what_is_read_travels_and_each_row_once():
+def test_remote_shards_send_only_what_is_read_and_each_row_once():
     store = FarStore()
     reader = BatchReader(store, 1.0)
     tree = Select(Leaf(split(batch([4, 3, 2, 1]), [[0, 1], [2, 3]])), ("row", "tokens"))
@@ -260,7 +260,7 @@ def test_a_rank_without_rows_may_have_any_kind():
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3], [3, 0, 2, 1]])
-def test_jagged_columns_of_equal_lengths_can_be_computed_with_and_padded(rows):
+def test_jagged_columns_of_equal_lengths_can_be_added_and_padded(rows):
     whole = batch([3, 1, 2, 1])
     source, other = split(whole, [[0, 1], [2, 3]]), split(whole, [[0], [1, 2, 3]])
     expression = Union(Leaf(source), Rename(Select(Leaf(other), ("tokens",)), (("tokens", "again"),)))

@@ -115,12 +115,12 @@ for _ in range(2):
     assert done.stdout.split() == ["[1]", "closed", "False"] * 2
 
 
-def test_ranks_of_a_larger_group_do_not_run_beside_a_default_group(model):
+def test_larger_groups_are_refused_next_to_a_default_group(model):
     with InProcessExecutor() as executor, pytest.raises(ProtocolError, match="rank 0 of 2 cannot run in a process"):
         build(executor, ranks=2)
 
 
-def test_a_group_of_one_rank_makes_room_for_a_larger_one_when_it_goes():
+def test_a_released_one_rank_group_makes_room_for_a_larger_one():
     script = """
 from torch import distributed
 from hf_protocols import DP, ParallelSpec, Topology, register
@@ -185,7 +185,7 @@ def test_what_is_no_pool_or_spec_is_refused_by_name():
         {"call_timeout_s": float("inf")},
     ],
 )
-def test_an_executor_that_cannot_be_is_refused_before_a_cluster_starts(settings, monkeypatch):
+def test_invalid_executor_settings_are_refused_before_ray_starts(settings, monkeypatch):
     import ray
 
     monkeypatch.setattr(ray, "init", None)

@@ -129,7 +129,7 @@ class Stubborn(Worker):
         raise OSError("the port is busy")
 
 
-def test_a_worker_that_cannot_close_is_logged_and_the_others_are_closed(caplog):
+def test_a_failing_close_is_logged_and_other_workers_are_closed(caplog):
     CLOSED.clear()
     spec = WorkerSpec(worker=Stubborn, topology=ONE)
     with InProcessExecutor() as executor:
@@ -175,7 +175,7 @@ def test_ctrl_c_in_a_method_interrupts_the_program():
             group.interrupt()
 
 
-def test_a_constructor_that_would_end_the_program_ends_in_one_error():
+def test_a_constructor_that_exits_is_one_remote_call_error():
     with InProcessExecutor() as executor:
         spec = WorkerSpec(worker=Ending, topology=ONE, kwargs={"ends": True})
         with pytest.raises(RemoteCallError, match=r"^model\.__init__ on rank 0 failed: SystemExit: 3\n"):
@@ -216,7 +216,7 @@ def test_a_constructor_that_forgets_its_base_class_is_told_so():
         build(executor, Rootless)
 
 
-def test_building_groups_leaves_the_programs_random_numbers_alone():
+def test_building_groups_keeps_the_programs_random_state():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     with InProcessExecutor() as executor:
@@ -259,7 +259,7 @@ def fail_and_raise():
         raise ZeroDivisionError
 
 
-def test_a_block_ends_with_the_first_failure_that_nobody_was_told_of_and_not_after_an_exception():
+def test_a_block_raises_its_own_or_the_first_unreported_failure():
     with pytest.raises(RemoteCallError, match=r"^model\.fail_again on rank 0 failed: KeyError: 'untold'") as raised:
         fail_twice_and_tell_once()
     line = fail_twice_and_tell_once.__code__.co_firstlineno + 5
@@ -308,7 +308,7 @@ def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_arguments_that_a_constructor_does_not_take_are_refused_before_it_is_built():
+def test_wrong_constructor_arguments_are_refused_by_worker_spec():
     with pytest.raises(ProtocolError, match=r"kwargs do not fit its constructor: got an unexpected keyword .*'zzz'"):
         WorkerSpec(worker=Ending, topology=ONE, kwargs={"zzz": True})
 
@@ -321,7 +321,7 @@ def test_arguments_that_a_constructor_does_not_take_are_refused_before_it_is_bui
         ((None,), {"foo": 1}, r"role\.scale\(batch, factor\): got an unexpected keyword argument 'foo'"),
     ],
 )
-def test_arguments_that_a_method_does_not_take_are_refused_where_the_call_is_made(args, kwargs, message):
+def test_wrong_method_arguments_are_refused_at_the_call(args, kwargs, message):
     with InProcessExecutor() as executor:
         spec = WorkerSpec(worker=Scaling, topology=ONE)
         group = executor.build_groups(ResourcePool([1], device="cpu"), {"role": spec})["role"]

@@ -30,7 +30,7 @@ def pool(ranks):
     return ResourcePool([ranks], device="cpu")
 
 
-def test_a_larger_group_stands_beside_groups_of_one_rank_without_a_default_group():
+def test_a_larger_group_allows_one_rank_without_a_default_group():
     with InProcessExecutor() as executor:
         larger = executor.build_groups(pool(2), {"larger": spec(Joining, 2)})["larger"]
         one = pool(1)
@@ -52,7 +52,7 @@ def test_calls_leave_the_programs_tracebacks_as_they_are():
     assert sys.excepthook is before
 
 
-def test_a_larger_group_is_refused_beside_a_default_group_with_the_knob():
+def test_refusing_a_larger_group_names_needs_process_group():
     with InProcessExecutor() as executor:
         executor.build_groups(pool(1), {"trained": spec(Joining, 1)})
         knob = r"groups of one rank make\. Set needs_process_group = False in their worker classes"

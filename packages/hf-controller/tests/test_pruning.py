@@ -83,7 +83,7 @@ def test_a_call_does_not_wait_for_what_it_does_not_read() -> None:
     assert prune(batch, {"prompt", "values"}).sources() == [prompts.source, values.source]
 
 
-def test_parts_keep_the_same_columns_of_which_more_or_less_is_cut_away() -> None:
+def test_pruned_parts_of_a_concat_keep_the_same_columns() -> None:
     prompts, responses = (Leaf(Source((), columns=(name,))) for name in ("prompt", "response"))
     old = Leaf(Source((), columns=("prompt", "response")))
     pruned = prune(Concat((Union(prompts, responses), old)), {"response"})
@@ -99,12 +99,12 @@ def test_a_source_that_does_not_say_what_it_holds_stays() -> None:
 
 
 @pytest.mark.parametrize("wanted", [{"z"}, {"z", "a"}])
-def test_a_wanted_column_that_nobody_has_is_left_to_the_reader_to_name(wanted: set[str]) -> None:
+def test_a_wanted_but_missing_column_is_left_to_the_reader(wanted: set[str]) -> None:
     batch = Union(Leaf(Source((("a",),), columns=("a",))), Leaf(Source((("b",),), columns=("b",))))
     assert "z" not in prune(batch, wanted).columns(extents_of(batch))
 
 
-def test_a_selection_without_a_wanted_column_stays_whole_so_that_the_reader_names_what_there_is() -> None:
+def test_a_selection_without_the_wanted_column_stays_whole() -> None:
     tree = Select(Leaf(Source((), columns=("a", "b"))), ("a",))
     assert prune(tree, {"b"}) is tree
 
@@ -139,7 +139,7 @@ def mistaken_batches(draw: st.DrawFn) -> Expression:
 
 
 @given(batch=mistaken_batches(), wanted=st.sets(st.sampled_from(["a", "b", "c"])))
-def test_a_mistake_in_known_columns_is_found_though_nobody_reads_them(batch: Expression, wanted: set[str]) -> None:
+def test_pruning_finds_mistakes_in_known_but_unread_columns(batch: Expression, wanted: set[str]) -> None:
     mistake = find_mistake(batch)
     if mistake is None:
         prune(batch, wanted)
@@ -165,7 +165,7 @@ def find_mistake(batch: Expression) -> str | None:
         (lambda batch: Rename(batch, (("b", "a"),)), r"rename\(.*\) gives two columns one name among a, b"),
     ],
 )
-def test_a_mistake_in_columns_that_are_not_known_yet_is_left_to_the_reader_to_name(mistake, message: str) -> None:
+def test_a_mistake_in_unknown_columns_is_left_to_the_reader(mistake, message: str) -> None:
     batch = mistake(Union(Leaf(Source((("a",),))), Leaf(Source((("b",),), columns=("b",)))))
     with pytest.raises(BatchError, match=message):
         prune(batch, {"a"}).columns(extents_of(batch))

@@ -46,7 +46,7 @@ class Unbuildable(Worker):
         return batch
 
 
-def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
+def test_a_raising_constructor_is_reported_and_frees_the_pool(ray_executor):
     for how, kind in (("raise", ConfigError), ("other", RemoteCallError)):
         spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": how})
         group = ray_executor.build_groups(ResourcePool([1], device="cpu"), {"unbuildable": spec}, wait=False)[
@@ -63,7 +63,7 @@ def test_a_constructor_that_raises_is_reported_and_frees_the_pool(ray_executor):
 
 
 @pytest.mark.slow
-def test_a_constructor_that_ends_its_process_is_described_like_any_other_death(ray_executor):
+def test_a_process_ended_by_its_constructor_is_reported_as_gone(ray_executor):
     spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "die"})
     lone = ResourcePool([1], device="cpu", name="lone")
     with pytest.raises(
@@ -78,7 +78,7 @@ def test_a_constructor_that_ends_its_process_is_described_like_any_other_death(r
     assert note.endswith("build_groups(...) builds on it again")
 
 
-def test_a_group_that_cannot_be_built_leaves_the_others_of_its_pool_alone(ray_executor, pool):
+def test_a_failed_build_leaves_other_groups_of_its_pool_alone(ray_executor, pool):
     standing = build(ray_executor, pool)
     broken = WorkerSpec(worker=Unbuildable, topology=TWO, kwargs={"how": "raise"})
     group = ray_executor.build_groups(pool, {"broken": broken}, wait=False)["broken"]
@@ -106,7 +106,7 @@ def test_a_group_that_cannot_be_built_leaves_the_others_of_its_pool_alone(ray_ex
     assert standing.meet().result() == [2.0, 2.0]
 
 
-def test_a_pool_whose_only_group_cannot_be_built_gives_its_slots_back(ray_executor):
+def test_a_failed_build_of_the_only_group_frees_its_pools_slots(ray_executor):
     pool = ResourcePool([1], device="cpu", name="alone")
     spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": "raise"})
     with pytest.raises(ConfigError) as error:
@@ -134,7 +134,7 @@ def test_a_constructor_that_hangs_ends_in_a_timeout(ray_executor, monkeypatch):
     assert ", in construct" in str(timeout.value)
 
 
-def test_a_process_that_cannot_be_placed_any_more_ends_in_a_timeout_that_says_so(ray_executor, monkeypatch):
+def test_the_timeout_of_a_start_says_that_the_slot_is_gone(ray_executor, monkeypatch):
     def place_and_lose(*args, **kwargs):
         placed = place(*args, **kwargs)
         monkeypatch.setattr(ray_executor, "_start_timeout_s", 2.0)  # of the start alone: placing may take longer
@@ -172,7 +172,7 @@ def test_slots_that_others_hold_are_refused_within_the_deadline(ray_executor, mo
     ray.util.remove_placement_group(blocker)
 
 
-def test_slots_that_this_program_holds_itself_are_refused_at_once(ray_executor, ray_stage):
+def test_slots_held_by_this_program_itself_are_refused_at_once(ray_executor, ray_stage):
     """Nobody else would ever give them back: the deadline of 180 s is not waited for."""
     spec = WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(dp_size=16)))
     with pytest.raises(PoolError, match=r"without this program's own pools '.*' is smaller"):
@@ -186,7 +186,7 @@ def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
         build(ray_executor, ResourcePool([2, 1], device="cpu"))
 
 
-def test_fused_roles_of_a_library_with_one_layout_have_one_layout(ray_executor):
+def test_roles_fused_with_a_one_layout_role_need_the_same_layout(ray_executor):
     class Rigid(Fragile):
         @classmethod
         def one_layout_per_process(cls, kwargs):

@@ -98,7 +98,7 @@ class Side(Worker):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_partner_that_died_is_the_cause_also_after_it_was_built_again(ray_executor: RayExecutor) -> None:
+def test_a_dead_partner_stays_the_cause_after_it_is_rebuilt(ray_executor: RayExecutor) -> None:
     spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
@@ -121,7 +121,7 @@ def test_a_partner_that_died_is_the_cause_also_after_it_was_built_again(ray_exec
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_rank_that_comes_too_late_to_a_connection_waits_for_nobody(
+def test_a_rank_too_late_for_a_connection_does_not_wait(
     ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
@@ -151,7 +151,7 @@ class Unbuildable(Side):
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_group_stays_usable_whose_partner_has_no_worker_or_does_not_answer(
+def test_a_group_survives_a_partner_that_is_unbuilt_or_frozen(
     ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("sound", "frozen", "unbuilt")]
@@ -181,7 +181,7 @@ def test_a_group_stays_usable_whose_partner_has_no_worker_or_does_not_answer(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_partner_that_was_released_is_not_the_cause_of_what_failed_before(ray_executor: RayExecutor) -> None:
+def test_a_released_partner_is_not_blamed_for_earlier_failures(ray_executor: RayExecutor) -> None:
     spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
@@ -209,7 +209,7 @@ def test_two_groups_of_one_role_are_refused_before_a_rank_waits(ray_executor: Ra
             ray_executor.release(pool)
 
 
-def test_two_groups_that_take_turns_are_refused_before_a_rank_waits(ray_executor: RayExecutor) -> None:
+def test_connect_refuses_groups_that_take_turns_on_one_pool(ray_executor: RayExecutor) -> None:
     spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
     pool = ResourcePool([1], device="cpu", name="shared")
     try:

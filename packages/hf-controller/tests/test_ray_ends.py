@@ -215,7 +215,7 @@ if sys.argv[1] == "1":
 """
 
 
-def test_programs_that_do_not_close_their_executor_end_with_their_own_exit_codes():
+def test_programs_with_unclosed_executors_keep_their_exit_codes():
     before = shared_memory()
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", UNCLOSED_PROGRAM]
@@ -300,9 +300,7 @@ print("refused")
     ("more", "failure"),
     [([], "save_and_fail on rank 0 failed: KeyError: 'lost'"), (["early"], "fail on rank 0 failed: ValueError: early")],
 )
-def test_a_block_ends_with_its_last_calls_and_a_closed_executor_serves_nobody_and_starts_no_other_cluster(
-    tmp_path, more, failure
-):
+def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path, more, failure):
     command = [sys.executable, "-c", CLOSED_PROGRAM, str(tmp_path / "saved"), *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"doubler.{failure}\nrefused\n", done.stderr
@@ -332,7 +330,7 @@ print("closed")
 
 
 @pytest.mark.slow
-def test_a_block_does_not_wait_for_a_call_that_it_was_told_is_late():
+def test_a_block_does_not_wait_for_a_call_reported_as_late():
     done = subprocess.run([sys.executable, "-c", TOLD_PROGRAM], capture_output=True, text=True, timeout=120)
     assert done.stdout == "late\nclosed\n", done.stderr
 
@@ -373,7 +371,7 @@ print("closed")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argument", ["told", "untold"])
-def test_a_block_raises_a_death_that_its_program_was_not_told_of_once(argument):
+def test_a_block_raises_a_death_only_if_it_is_unreported(argument):
     done = subprocess.run([sys.executable, "-c", DEAD_PROGRAM, argument], capture_output=True, text=True, timeout=120)
     assert done.returncode == (0 if argument == "told" else 1), done.stderr
     assert ("closed" in done.stdout.splitlines()) is ("told" in done.stdout.splitlines()) is (argument == "told")

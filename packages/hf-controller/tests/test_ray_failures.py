@@ -35,7 +35,7 @@ TWO = Topology(ParallelSpec(dp_size=2))
 ONE = Topology(ParallelSpec())
 
 
-def test_slow_and_dead_ranks_are_named_and_the_group_can_be_built_again(ray_executor, pool, monkeypatch):
+def test_slow_and_dead_ranks_are_named_and_the_group_is_rebuilt(ray_executor, pool, monkeypatch):
     group = build(ray_executor, pool)
     before = group.pid().result()
     ray_executor.describe(group)  # starts what asks ranks
@@ -94,7 +94,7 @@ def test_an_exception_on_every_rank_is_shown_once(ray_executor, pool, capfd):
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named_with_its_last_call_and_process(ray_executor, pool):
+def test_a_frozen_rank_is_named_with_its_last_call_and_process(ray_executor, pool):
     group = build(ray_executor, pool)
     pid = group.pid().result()[1]
     os.kill(pid, signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_results_of_a_released_pool_are_lost_and_say_so(ray_executor, ray_stage)
         ray_stage.two.echo(future).result()
 
 
-def test_what_a_dead_rank_made_names_its_end_to_the_controller_and_to_readers(ray_executor, ray_stage, capfd):
+def test_results_of_a_dead_rank_name_its_end_to_every_reader(ray_executor, ray_stage, capfd):
     pool = ResourcePool([1], device="cpu", name="mortal")
     group = ray_executor.build_groups(pool, {"mortal": WorkerSpec(worker=Fragile, topology=ONE)})["mortal"]
     kept = group.echo(TensorDict({"x": torch.zeros(4)}, batch_size=[4]))
@@ -168,7 +168,7 @@ def test_calls_of_a_released_pool_and_of_a_dead_rank_say_so(ray_executor, ray_st
         ray_executor.release(pool)
 
 
-def test_a_rank_that_interrupts_itself_fails_its_call_in_one_error(ray_stage):
+def test_a_rank_that_interrupts_itself_fails_in_one_error(ray_stage):
     """Ray would say that the task was cancelled, and not why."""
     batch = TensorDict({"x": torch.zeros(4)}, batch_size=[4])
     with pytest.raises(RemoteCallError, match=r"^free\.fail on rank 1 failed: KeyboardInterrupt\n") as raised:

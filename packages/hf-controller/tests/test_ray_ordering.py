@@ -71,7 +71,7 @@ class HostWorker(Worker):
         return os.getpid()
 
 
-def test_a_call_that_fails_before_its_turn_lets_nobody_overtake_an_earlier_one(ray_executor):
+def test_a_call_failing_before_its_turn_keeps_the_calls_in_order(ray_executor):
     spec = WorkerSpec(worker=HostWorker, topology=Topology(ParallelSpec()))
     shared, apart = (ResourcePool([1], device="cpu", name=name) for name in ("of four", "apart"))
     try:
@@ -169,7 +169,7 @@ def test_dropped_futures_free_their_memory(ray_stage):
     _wait_until_used(used_bytes + 2**22)
 
 
-def test_objects_that_methods_returned_go_when_nobody_wants_them_though_the_trace_was_never_drained(ray_stage):
+def test_unused_results_are_freed_if_the_trace_is_never_drained(ray_stage):
     for step in range(60):
         assert len(ray_stage.solo.answer(bytes(2**22)).result()["value"]) == 2**22  # 240 MiB, in a store of 200
         if step == 9:
@@ -178,13 +178,13 @@ def test_objects_that_methods_returned_go_when_nobody_wants_them_though_the_trac
     _wait_until_used(used_bytes + 2**22)
 
 
-def test_results_that_do_not_fit_in_memory_are_spilled_and_read_back(ray_stage):
+def test_results_beyond_memory_are_spilled_and_read_back(ray_stage):
     made = [ray_stage.solo.step(batch(width=15 * 2**18)) for _ in range(4)]  # 60 MiB each, in a store of 200
     assert [ray_stage.two.step(each).rows([3]).result()["x"].mean().item() for each in made] == [2.0] * 4
 
 
 @pytest.mark.slow
-def test_results_whose_spilled_files_are_deleted_are_lost_and_say_so(ray_executor):
+def test_results_with_deleted_spill_files_are_reported_as_lost(ray_executor):
     """On pools of its own: Ray may look for what is lost for as long as a call wants it."""
     spec = WorkerSpec(worker=ProbeWorker, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("maker", "reader")]

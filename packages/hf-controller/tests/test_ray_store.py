@@ -148,7 +148,7 @@ def test_all_readers_of_a_machine_see_a_column_in_one_memory(sharers, width):
 
 @pytest.mark.parametrize("width", [4, 2**16], ids=["small", "a MiB"])
 @pytest.mark.parametrize("how", ["torch", "numpy", "data"])
-def test_a_write_reaches_every_reader_and_torchs_own_ends_in_an_error(sharers, how, width):
+def test_a_write_reaches_all_readers_and_torchs_own_is_an_error(sharers, how, width):
     """Ray maps the memory writable, and torch knows no tensors that are not."""
     maker, readers = sharers
     made = maker.make(width)

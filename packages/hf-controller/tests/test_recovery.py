@@ -93,7 +93,7 @@ def hurt(group, how: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_groups_are_built_again_and_nothing_of_the_old_ones_stays(ray_executor):
+def test_groups_are_rebuilt_and_nothing_of_the_old_ones_stays(ray_executor):
     pool, other = ResourcePool([2], device="cpu", name="hurt"), ResourcePool([1], device="cpu", name="other")
     specs = {
         role: WorkerSpec(worker=Counter, topology=Topology(ParallelSpec(dp_size=2)), kwargs={"start": start})
@@ -126,7 +126,7 @@ def test_groups_are_built_again_and_nothing_of_the_old_ones_stays(ray_executor):
         rebuild(ray_executor, [pool])
 
 
-def test_in_process_groups_that_are_not_fused_are_built_again_apart():
+def test_in_process_groups_that_are_not_fused_are_rebuilt_apart():
     class Rigid(Worker):
         needs_process_group = False
 
@@ -168,7 +168,7 @@ def test_in_process_groups_are_built_again():
             old["one"].add(2)
 
 
-def test_pools_with_groups_of_the_same_role_are_not_rebuilt_together():
+def test_pools_with_the_same_role_are_not_rebuilt_together():
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("first", "second")]
     spec = WorkerSpec(worker=Counter, topology=Topology(ParallelSpec()))
     with InProcessExecutor() as executor:

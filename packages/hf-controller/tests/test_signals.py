@@ -57,7 +57,7 @@ def swallow(kind: int) -> None:
 
 
 @pytest.mark.parametrize(("kind", "error"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
-def test_an_exception_that_a_library_swallows_while_it_waits_is_raised_again(guard, kind, error):
+def test_an_exception_swallowed_during_a_wait_is_raised_again(guard, kind, error):
     with pytest.raises(error) as raised, guard.watching():
         swallow(kind)
     assert getattr(raised.value, "code", 143) == 143
@@ -93,7 +93,7 @@ def test_a_signal_does_not_wait_for_an_import_without_an_end(monkeypatch):
     assert heard == [signal.SIGTERM]
 
 
-def test_a_termination_that_was_swallowed_is_raised_by_the_next_wait(guard):
+def test_a_swallowed_termination_is_raised_by_the_next_wait(guard):
     swallow(signal.SIGTERM)
     with pytest.raises(SystemExit), guard.watching():
         pass

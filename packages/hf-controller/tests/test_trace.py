@@ -52,7 +52,7 @@ def test_times_are_kept_apart():
     assert (span().queue_s, span().fetch_s, span().compute_s, span().store_s) == (1.0, 0.5, 2.5, 0.25)
 
 
-def test_drain_answers_each_span_once_and_leaves_what_is_not_ready():
+def test_drain_returns_each_span_once_and_leaves_unready_ones():
     reports = {f"handle {number}": CallReport(span=span(call_id=number)) for number in range(3)}
     ready = []
     trace = Trace(lambda handles: {handle: reports[handle] for handle in handles if handle in ready})
@@ -78,7 +78,7 @@ def test_a_report_that_somebody_read_is_not_asked_for_again():
     assert asked == []
 
 
-def test_chrome_trace_has_one_row_per_rank_and_the_parts_inside_a_call(tmp_path):
+def test_chrome_trace_has_a_row_per_rank_and_the_parts_of_a_call(tmp_path):
     spans = [
         span(sub_spans=(SubSpan("reshard", 102.0, 103.0),)),
         span(rank=1),
@@ -116,7 +116,7 @@ def failed(call_id: int, **changes) -> CallReport:
     return CallReport(span=span(call_id=call_id, failed=True, **changes), failure=why)
 
 
-def test_a_failure_is_untold_until_its_own_call_or_one_that_needs_it_is_asked_for():
+def test_a_failure_is_untold_until_a_call_with_it_is_asked_for():
     trace, (first, second, third) = Trace(), map(failed, (1, 2, 3))
     trace.note([third, second, first], POOL)  # as pools come
     trace.tell(2, second.failure)
@@ -132,7 +132,7 @@ def test_a_failure_is_untold_until_its_own_call_or_one_that_needs_it_is_asked_fo
     assert [each.call_id for each in trace.drain()] == [3, 2, 1, 1]
 
 
-def test_a_failure_that_was_passed_on_is_told_as_its_own_call_tells_it():
+def test_a_passed_on_failure_is_reported_as_by_its_own_call():
     found = {}
     trace = Trace(lambda handles: {handle: found[handle] for handle in handles if handle in found})
     death = Failure.of(KeyError("death"), role="actor", method="generate", rank=1, origin="process 7")
@@ -156,7 +156,7 @@ def test_what_was_told_keeps_no_exception():
     assert trace.find_cause(seen).exception is None
 
 
-def test_a_call_is_settled_when_all_its_ranks_succeeded_or_the_program_was_told_why_it_failed():
+def test_a_call_is_settled_by_success_or_a_reported_failure():
     found = {}
     trace = Trace(lambda handles: {handle: found[handle] for handle in handles if handle in found})
     calls = {number: Call(number) for number in range(1, 6)}
@@ -191,7 +191,7 @@ def test_failures_of_a_pool_that_is_built_again_are_no_news():
     assert trace.find_untold() is None
 
 
-def test_labels_that_cannot_be_written_are_refused_when_they_are_given():
+def test_labels_that_cannot_be_written_are_refused_at_once():
     trace = Trace()
     with (
         pytest.raises(ConfigError, match=r"^labels=\{'step': .*give texts and finite numbers"),

@@ -81,7 +81,7 @@ def sources_of(call: TracedCall) -> dict[str, list[tuple[TracedCall | None, str,
     }
 
 
-def test_calls_are_written_down_with_where_their_columns_come_from(executor):
+def test_calls_are_recorded_with_the_sources_of_their_columns(executor):
     model = executor.build_group("model", Model)
     prompts = executor.put_columns(["prompt", "answer"], 3)
     batch = prompts.repeat(2).union(model.generate(prompts, Sampling()))
