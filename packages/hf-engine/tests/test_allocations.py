@@ -79,7 +79,7 @@ def test_weights_that_are_kept_are_sent_again_without_new_memory(ranks2, models,
 
 
 @pytest.mark.parametrize(("backend", "sizes"), CASES)
-def test_weights_that_move_take_the_memory_of_their_new_place_only(ranks2, models, backend, sizes):
+def test_moved_weights_take_only_the_memory_of_their_new_place(ranks2, models, backend, sizes):
     """Every generation tensor on the way there, every training storage on the way back; each was freed before."""
     for taken, shards, host_bytes in ranks2.run(enter_and_leave, models[512], backend, sizes, "move"):
         assert sum(shards.values()) > 10

@@ -28,7 +28,7 @@ def export(model, directory):
     backend.close()
 
 
-def test_settings_of_generation_that_contradict_each_other_are_exported_as_they_were(ranks2, tmp_path):
+def test_contradicting_generation_settings_are_exported_as_given(ranks2, tmp_path):
     model = write_tiny_model(tmp_path / "model")
     path = model / "generation_config.json"
     path.write_text(json.dumps({"temperature": 0.9, "top_p": 0.6, "do_sample": False, "eos_token_id": [2, 7]}))
@@ -80,7 +80,7 @@ def refuse_configurations(model, change, message):
         ({"layer_types": ["sliding_attention", "full_attention"]}, r"has layer_types=\['sliding_attention', 'full_att"),
     ],
 )
-def test_a_configuration_that_transformers_cannot_use_is_one_error(ranks1, tmp_path, change, message):
+def test_a_configuration_unusable_by_transformers_is_one_error(ranks1, tmp_path, change, message):
     ranks1.run(refuse_configurations, write_tiny_model(tmp_path / "model"), change, message)
 
 

@@ -38,7 +38,7 @@ def test_a_real_model_goes_there_and_back(model):
     assert 0 < report.moved_bytes < 4 * report.parameter_bytes
 
 
-def test_the_way_back_moves_nothing_where_the_training_shard_is_inside(model):
+def test_the_way_back_moves_nothing_to_nested_training_shards(model):
     shape = ModelShape.from_config(model)
     topology = Topology(ParallelSpec(dp_size=4), GenerationSpec())
     source = fsdp_layout(shape.parameters(), range(4))

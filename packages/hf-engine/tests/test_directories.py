@@ -287,7 +287,7 @@ def fail_the_second_time(method):
 
 
 @pytest.mark.parametrize(("backend", "sizes"), [("fsdp", "1-1-2"), ("megatron", "1-2-1")])
-def test_a_load_that_fails_on_the_way_leaves_no_weights_that_nobody_sends(ranks2, tmp_path, backend, sizes):
+def test_a_load_that_fails_half_way_counts_as_a_weight_change(ranks2, tmp_path, backend, sizes):
     models = {
         "mine": write_tiny_model(tmp_path / "mine", **SIZES),
         "other": write_tiny_model(tmp_path / "other", seed=1, **SIZES),

@@ -162,7 +162,7 @@ def order_of_work():
     return log
 
 
-def test_what_arrived_is_copied_while_the_next_round_is_on_its_way(ranks2):
+def test_a_round_is_unpacked_while_the_next_one_is_under_way(ranks2):
     for log in ranks2.run(order_of_work):
         last = len(log) // 2 - 1
         assert last > 2
@@ -294,7 +294,7 @@ def refuse_together():
     assert_same(weights, cut_weights(plan.target, rank, full))
 
 
-def test_a_mistake_on_one_rank_is_an_error_on_all_before_anything_moves(ranks2):
+def test_a_mistake_on_one_rank_fails_all_before_anything_moves(ranks2):
     ranks2.run(refuse_together)
 
 

@@ -144,7 +144,7 @@ def enter_after_a_refusal(model):
         return engine.last_transition.is_unchanged, engine.weight_version
 
 
-def test_a_refused_transfer_does_not_make_the_next_look_unchanged(ranks2, tmp_path):
+def test_a_transfer_after_a_refused_one_counts_as_changed(ranks2, tmp_path):
     assert ranks2.run(enter_after_a_refusal, write_tiny_model(tmp_path)) == [(False, 1)] * 2
 
 

@@ -100,7 +100,7 @@ def test_a_model_that_padding_would_change_is_one_line(tmp_path, family):
         assert "\n" not in str(raised.value)
 
 
-def test_a_transition_of_two_ranks_brings_buffers_in_their_own_dtype(ranks2, tmp_path):
+def test_a_transition_of_two_ranks_keeps_the_dtype_of_buffers(ranks2, tmp_path):
     """A routing bias stays in float32 where the weights generate in bfloat16."""
     model = write_tiny_family(tmp_path / "model", "deepseek_v3")
     other = write_tiny_family(tmp_path / "other", "deepseek_v3", seed=1)

@@ -243,7 +243,7 @@ def steps_that_change_nothing(model):
     return found
 
 
-def test_weights_that_should_have_changed_and_did_not_are_noticed(ranks2, tmp_path):
+def test_weights_that_stay_equal_despite_a_step_are_noticed(ranks2, tmp_path):
     assert ranks2.run(steps_that_change_nothing, write_tiny_model(tmp_path)) == [[False, False, True, False]] * 2
 
 

@@ -68,7 +68,7 @@ def test_every_schedule_is_torchs(schedule, warmup_steps, floor):
     ],
 )
 @pytest.mark.parametrize("warmup_steps", [0, 3])
-def test_after_the_warm_up_every_schedule_is_that_of_transformers(schedule, name, floor, warmup_steps):
+def test_after_warm_up_every_schedule_is_that_of_transformers(schedule, name, floor, warmup_steps):
     """In the warm-up ours is one step ahead: transformers' first step has a rate of zero and changes nothing."""
     options = {"scheduler_specific_kwargs": {"min_lr_rate": floor}} if floor else {}
     expected = rates_of_scheduler(

@@ -92,7 +92,7 @@ def check(ranks, entropy, temperature, chunk_elements):
     return max(numel for *_, numel in found)
 
 
-def test_log_probs_and_entropies_have_the_gradients_of_a_whole_vocabulary(ranks1, ranks2):
+def test_logprobs_and_entropies_match_whole_vocabulary_gradients(ranks1, ranks2):
     for ranks in (ranks1, ranks2):
         check(ranks, entropy=True, temperature=1.0, chunk_elements=1 << 20)
         check(ranks, entropy=False, temperature=0.7, chunk_elements=1 << 20)
@@ -161,7 +161,7 @@ def run_python(source):
     return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=100, check=False)
 
 
-def test_without_the_library_the_error_has_the_line_that_installs_it():
+def test_the_error_of_a_missing_megatron_has_the_install_command():
     finished = run_python(
         "import sys; sys.modules['megatron'] = None\n"
         "from hf_engine import available_train_backends, load_train_backend\n"

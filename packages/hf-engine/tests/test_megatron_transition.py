@@ -282,7 +282,7 @@ def enter_and_leave_by_collectives(cases, bucket_bytes):
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 15, 1 << 24])
 @pytest.mark.parametrize("way", [enter_and_leave, enter_and_leave_by_collectives])
-def test_equal_shards_are_one_all_gather_per_micro_dp_group_and_bucket(ranks4, way, bucket_bytes):
+def test_equal_shards_take_one_all_gather_per_group_and_bucket(ranks4, way, bucket_bytes):
     """The collective itself, or on the host one message from each member to each other."""
     whole = 4 * UNIFORM.num_parameters
     cases = [("uniform", *layout) for layout in LAYOUTS]

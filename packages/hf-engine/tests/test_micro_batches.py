@@ -46,7 +46,7 @@ def agree(rows_by_rank, max_tokens):
     return [micro_batch.rows.tolist() for micro_batch in agreed]
 
 
-def test_ranks_agree_on_the_largest_count_and_short_ones_run_dummies(ranks2):
+def test_ranks_agree_on_the_largest_count_and_fill_with_dummies(ranks2):
     """Six rows of 10 tokens are three pairs of 20; the other rank's one row is one micro-batch, and two dummies."""
     assert ranks2.run(agree, [[9] * 6, [9]], 20) == [[[0, 1], [2, 3], [4, 5]], [[0], [], []]]
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
@@ -157,7 +157,7 @@ def test_prompts_end_and_responses_start_at_one_column():
     assert predicted.tolist() == micro_batch.response_ids[micro_batch.response_mask].tolist()
 
 
-def test_a_loss_sees_padded_columns_and_results_come_back_in_order():
+def test_a_loss_sees_padded_columns_and_results_keep_their_order():
     sequences = SequenceBatch(batch_of_three())
     parts = []
     for micro_batch in (*sequences.micro_batches(8), MicroBatch.dummy()):

@@ -165,7 +165,7 @@ def test_uneven_stages_are_larger_first_or_as_given():
     assert layers == [{0}, {1, 2, 3}]
 
 
-def test_generation_stages_follow_the_training_stages_that_nest_in_them():
+def test_generation_stages_follow_their_nested_training_stages():
     model = ModelShape(name="llama", **{**BASE, "num_layers": 9})
     topology = Topology(ParallelSpec(pp_size=4), GenerationSpec(gen_pp_size=2))
     source, target = megatron_layout(model, topology), generation_layout(model, topology)
@@ -224,7 +224,7 @@ def test_sizes_that_do_not_share_out_are_refused(change, sizes, message):
         megatron_layout(model, Topology(ParallelSpec(**sizes)))
 
 
-def test_generation_needs_a_generation_topology_and_heads_that_share_out():
+def test_generation_needs_its_topology_and_evenly_divided_heads():
     with pytest.raises(TopologyError, match="GenerationSpec"):
         generation_layout(FAMILIES["llama"], Topology(ParallelSpec()))
     odd = ModelShape(name="odd", **{**BASE, "num_heads": 12, "num_kv_heads": 3})

@@ -129,7 +129,7 @@ def refuse_padding(model):
     return found
 
 
-def test_padding_that_cannot_be_freed_is_refused_before_anything_moves(ranks1, tmp_path):
+def test_padding_that_cannot_be_freed_is_refused_before_moving(ranks1, tmp_path):
     (told,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
     assert told[0] == "the training backend: 'padding()' is None: give a list of tensors"
     assert told[1] == "the training backend: 'padding()' is 'x': give tensors"
@@ -152,7 +152,7 @@ def of_numpy(*shape):
         ({"w": torch.zeros(4), "u": of_numpy(0)}, {"w": torch.zeros(4), "v": torch.zeros(2), "u": of_numpy(0)}, None),
     ],
 )
-def test_weights_that_cannot_be_freed_are_refused_before_anything_moves(train, generation, refused):
+def test_weights_that_cannot_be_freed_are_refused_before_moving(train, generation, refused):
     """Ranks 0 and 1 train "w" and "v", each one of them; rank 0 generates with both."""
     shapes = {"w": (4,), "v": (2,), "u": (0,)}
     boxes = {name: (Box.whole(shape),) for name, shape in shapes.items()}
@@ -167,7 +167,7 @@ def test_weights_that_cannot_be_freed_are_refused_before_anything_moves(train, g
         ShardMover(plan_reshard(source, target), 0, *parts).restore()
 
 
-def test_a_way_that_ended_in_the_middle_frees_first_what_is_of_no_use():
+def test_restoring_a_half_done_move_frees_unused_tensors_first():
     """Such as the generation tensor of a parameter whose training tensor is still there."""
     shapes = {"a": (4,), "b": (4,)}
     layout = WeightLayout(shapes=shapes, boxes={0: {name: (Box.whole((4,)),) for name in shapes}})

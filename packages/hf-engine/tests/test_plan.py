@@ -120,7 +120,7 @@ def test_tensor_parallel_gather_inside_micro_dp_groups():
     assert gather.share_numel == 12
 
 
-def test_layers_of_equal_stages_are_gathered_and_what_has_no_counterpart_is_not():
+def test_only_layers_with_a_counterpart_per_stage_are_gathered():
     """Two stages of two layers merge: layer 0 goes with layer 2, layer 1 with layer 3; only the last has a norm."""
     shapes = {**{f"layer{i}": (4, 6) for i in range(4)}, "norm": (6,), "scale0": (), "scale1": ()}
     held = [("layer0", "layer1", "scale0"), ("layer2", "layer3", "norm", "scale1")]

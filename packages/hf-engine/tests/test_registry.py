@@ -56,7 +56,7 @@ def test_what_is_no_name_is_refused(name):
         load_rollout_backend(name)
 
 
-def test_a_missing_library_is_answered_with_the_line_that_installs_it(installed, tmp_path, monkeypatch):
+def test_the_error_of_a_missing_library_has_the_install_command(installed, tmp_path, monkeypatch):
     (tmp_path / "backend_of_another.py").write_text("import no_such_library.engine\n")
     monkeypatch.syspath_prepend(tmp_path)
     installed.append(entry_point("backend_of_another:Backend"))
@@ -66,7 +66,7 @@ def test_a_missing_library_is_answered_with_the_line_that_installs_it(installed,
     assert 'pip install "no-such-library>=2.1,<3"' in str(error.value)
 
 
-def test_a_library_that_lacks_a_name_is_answered_with_the_line_that_installs_another(installed, tmp_path, monkeypatch):
+def test_the_error_of_a_wrong_version_has_the_install_command(installed, tmp_path, monkeypatch):
     (tmp_path / "no_such_library.py").write_text("")
     (tmp_path / "backend_of_another.py").write_text("from no_such_library import engine\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -87,7 +87,7 @@ def test_a_shared_library_that_does_not_load_is_no_other_version(installed, tmp_
         load_train_backend("other")
 
 
-def test_a_backend_that_is_itself_missing_is_not_blamed_on_a_library(installed):
+def test_a_missing_backend_module_is_not_blamed_on_a_library(installed):
     installed.append(entry_point("no_module_of_this_name:Backend"))
     with pytest.raises(ModuleNotFoundError):
         load_train_backend("other")

@@ -243,7 +243,7 @@ def test_random_models_reshard_between_random_layouts_and_back(ranks4, family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_many_random_models_reshard_between_random_layouts_and_back(ranks4, family):
+def test_many_models_reshard_between_random_layouts_and_back(ranks4, family):
     assert ranks4.run(reshard_cases, family, 1, 20, deadline_s=800) == [20] * 4
 
 

@@ -141,7 +141,7 @@ def test_many_samples_that_the_machine_holds_are_read(machine_of):
 
 
 @pytest.mark.parametrize(("n", "max_new_tokens"), [(10**30, 2), (1, 10**12), (1, 10**30)])
-def test_no_prompts_with_more_samples_than_the_machine_holds_are_refused(n, max_new_tokens):
+def test_samples_beyond_memory_are_refused_even_without_prompts(n, max_new_tokens):
     empty = torch.nested.nested_tensor_from_jagged(torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     batch = TensorDict({"prompt_ids": empty, "row_id": torch.zeros(0, dtype=torch.int64)}, batch_size=[0])
     sampling = SamplingParams(max_new_tokens=max_new_tokens, n=n)

@@ -76,16 +76,14 @@ WRONG = "not those of the training weights"
         pytest.param("2-1-1", [6, 6], {"config": {"dtype": "bfloat16"}}, id="pp 2, computes in 16 bits"),
     ],
 )
-def test_an_engine_with_the_right_weights_is_asked_at_first_and_after_a_change(
-    ranks2, tmp_path, layout, scored, options
-):
+def test_a_correct_engine_is_checked_first_and_after_a_change(ranks2, tmp_path, layout, scored, options):
     """Ranks of one tensor group or pipeline score what all of them drew: they train on the same rows."""
     model = write_tiny_model(tmp_path, max_position_embeddings=128)
     found = ranks2.run(blocks, model, layout, (None, None), EVERY_ROW, SAMPLING, [0, 0, 1, 0, 1], options)
     assert found == [[("", rows), ("",), ("", rows), ("",), ("",)] for rows in scored]
 
 
-def test_an_engine_that_is_asked_after_a_change_first_is_asked_once(ranks2, tmp_path):
+def test_a_first_check_after_a_change_is_made_only_once(ranks2, tmp_path):
     model = write_tiny_model(tmp_path, max_position_embeddings=128)
     found = ranks2.run(blocks, model, "1-1-2", (None, None), EVERY_ROW, GREEDY, [1, 1], {})
     assert found == [[("", 4), ("",)], [("", 2), ("",)]]
@@ -196,7 +194,7 @@ def train_in_a_block(model):
     engine.close()
 
 
-def test_samples_of_weights_that_changed_in_the_block_are_not_scored(ranks2, tmp_path):
+def test_samples_are_not_scored_if_weights_change_in_the_block(ranks2, tmp_path):
     ranks2.run(train_in_a_block, write_tiny_model(tmp_path, max_position_embeddings=128))
 
 

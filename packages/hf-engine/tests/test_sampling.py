@@ -8,7 +8,7 @@ from hf_engine.rollout.sampling import draw_seeds, draw_uniforms, sample_tokens
 from hf_protocols import ConfigError
 
 
-def test_uniforms_depend_on_seed_step_row_sample_and_position_only():
+def test_uniforms_depend_on_seed_step_row_sample_and_position():
     sampling = SamplingParams(max_new_tokens=4, n=3, seed=1, step=2)
     uniforms = draw_uniforms(torch.tensor([5, 9, 5]), sampling)
     assert uniforms.shape == (9, 4)
@@ -104,7 +104,7 @@ def test_values_out_of_range_are_named(changes, message):
         SamplingParams(**({"max_new_tokens": 8} | changes))
 
 
-def test_logits_that_are_not_finite_still_give_a_token_of_the_vocabulary():
+def test_nonfinite_logits_still_give_a_token_of_the_vocabulary():
     logits = torch.full((3, 5), float("nan"))
     uniforms = torch.tensor([0.0, 0.5, 0.999], dtype=torch.float64)
     tokens = sample_tokens(logits, uniforms, SamplingParams(max_new_tokens=1))

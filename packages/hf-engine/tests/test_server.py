@@ -261,7 +261,7 @@ def start_again(server):
     server.__enter__()
 
 
-def test_a_server_that_is_started_again_goes_on_with_the_last_weights(alone, started, tmp_path):
+def test_a_restarted_server_goes_on_with_the_last_weights(alone, started, tmp_path):
     server, tied = started.server, {"num_key_value_heads": 2, "tie_embeddings": started.engine == "sglang"}
     trained = write_tiny_model(tmp_path / "trained", seed=5, **tied)
     starting = threading.Thread(target=start_again, args=[server])

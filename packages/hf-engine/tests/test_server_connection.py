@@ -285,7 +285,7 @@ def refuse_odd(model, odd, foreign):
 
 
 @pytest.mark.parametrize("kind", ODD)
-def test_answers_of_another_form_are_one_typed_error_on_all_ranks(ranks2, tmp_path, kind):
+def test_malformed_answers_are_one_typed_error_on_all_ranks(ranks2, tmp_path, kind):
     with listening(answer_as(ODD[kind])) as odd, listening(answer_as({})) as foreign:
         ranks2.run(refuse_odd, write_tiny_model(tmp_path), odd, foreign)
 

@@ -101,7 +101,7 @@ def silent():
 
 
 @pytest.mark.parametrize(("most_s", "timeout_s", "twice_s"), [(0.5, 6.0, 12.0), (60.0, 1.0, 61.0)])
-def test_a_server_that_hangs_in_an_update_is_not_waited_for_twice(monkeypatch, most_s, timeout_s, twice_s):
+def test_a_server_that_hangs_in_an_update_is_not_awaited_twice(monkeypatch, most_s, timeout_s, twice_s):
     monkeypatch.setattr(_vllm, "_RESUME_TIMEOUT_S", most_s)
     _, server = found()
     with silent() as url:

@@ -184,7 +184,7 @@ def test_generation_sees_the_trained_weights_on_one_rank(alone, models, tmp_path
     alone.run(train_and_generate, "fsdp", ONE, other, models["tied"], tmp_path, deadline_s=600)
 
 
-def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, tmp_path):
+def test_a_family_that_the_engine_loads_follows_the_training(alone, tmp_path):
     """Granite's parameters are not known by name: SGLang's own loader places them."""
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
     model, other = (write_tiny_family(tmp_path / f"seed {seed}", "granite", seed=seed, **sizes) for seed in (0, 3))

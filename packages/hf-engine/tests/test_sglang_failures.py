@@ -198,7 +198,7 @@ def test_what_cannot_run_is_refused(alone, models, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "server"])
-def test_a_killed_engine_is_one_typed_error_and_the_next_one_starts(alone, models, victim):
+def test_a_killed_engine_is_one_typed_error_and_the_next_starts(alone, models, victim):
     alone.run(lose_the_engine, models["tied"], victim, deadline_s=600)
 
 

@@ -97,7 +97,7 @@ def test_a_process_that_cannot_start_leaves_no_files():
     assert not made[0].exists()
 
 
-def test_an_interrupted_request_ends_the_process_whose_answer_would_be_the_next_ones():
+def test_an_interrupted_request_ends_the_process_of_its_engine():
     process = start()
     pid = process.pid
     os.kill(pid, signal.SIGSTOP)
@@ -224,13 +224,13 @@ def test_what_text_never_uses_can_be_imported_and_not_be_called():
 
 
 @without_sglang
-def test_another_version_is_refused_with_the_line_that_installs_one(monkeypatch):
+def test_another_version_is_refused_with_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "0.5.24.post1")
     with pytest.raises(BackendError, match=r"supports SGLang >=0.5.23,<0.5.24 and sglang 0.5.24.post1 is inst"):
         load_rollout_backend("sglang")
 
 
 @without_sglang
-def test_a_missing_sglang_is_answered_with_the_line_that_installs_it():
+def test_the_error_of_a_missing_sglang_has_the_install_command():
     with pytest.raises(BackendUnavailableError, match=r'not installed: pip install "hf-engine\[sglang\]" .*env.sh sgl'):
         load_rollout_backend("sglang")

@@ -129,7 +129,7 @@ def compare_variants(model):
         check_close(results(shared, batch), results(apart, batch))
 
 
-def test_recomputed_layers_small_budgets_and_adapters_change_nothing(ranks1, tmp_path):
+def test_recomputation_small_budgets_and_adapters_change_nothing(ranks1, tmp_path):
     ranks1.run(compare_variants, write_tiny_family(tmp_path, "gemma2"))
 
 

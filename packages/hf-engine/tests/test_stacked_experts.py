@@ -173,7 +173,7 @@ def test_executed_bytes_of_fsdp_are_the_planned(ranks3, tmp_path, family, num_ex
 
 
 @pytest.mark.parametrize("num_experts", [5, 8])
-def test_the_peak_of_uneven_experts_is_a_bucket_or_a_storage_above_the_plan(ranks3, tmp_path, num_experts):
+def test_uneven_experts_peak_a_bucket_or_storage_above_the_plan(ranks3, tmp_path, num_experts):
     """Also through many layers: ranks with fewer experts do not run ahead of the others."""
     model = write(tmp_path, "mixtral", num_experts, num_hidden_layers=9, intermediate_size=32)
     topology = Topology(ParallelSpec(dp_size=3), GenerationSpec())

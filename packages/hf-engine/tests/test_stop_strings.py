@@ -26,7 +26,7 @@ def model(tmp_path_factory):
 
 
 @given(st.lists(st.integers(0, 5), max_size=12), st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(0, 4))
-def test_a_response_is_cut_after_the_token_that_completes_a_string(model, tokens, wanted, min_tokens):
+def test_a_response_ends_with_the_token_that_completes_a_string(model, tokens, wanted, min_tokens):
     string = " ".join(f"w{number}" for number in wanted)
     sampling = SamplingParams(max_new_tokens=12, min_new_tokens=min_tokens, stop_strings=("w9 w9 w9 w9", string))
     strings = load_stop_strings(model, sampling)
@@ -34,7 +34,7 @@ def test_a_response_is_cut_after_the_token_that_completes_a_string(model, tokens
     assert strings.cut(tokens) == next((n for n in ends if n > min_tokens), None)
 
 
-def test_a_string_that_was_complete_before_the_minimum_ends_nothing(model):
+def test_a_string_complete_before_the_minimum_ends_nothing(model):
     def cut(tokens, min_tokens, string):
         sampling = SamplingParams(max_new_tokens=12, min_new_tokens=min_tokens, stop_strings=(string,))
         return load_stop_strings(model, sampling).cut(tokens)
@@ -66,7 +66,7 @@ def bytes_model(tmp_path_factory):
     st.text("a \u00e9", min_size=1, max_size=3),
     st.integers(0, 4),
 )
-def test_characters_of_several_bytes_end_a_response_with_their_last(bytes_model, tokens, string, min_tokens):
+def test_multibyte_characters_end_a_response_at_their_last_byte(bytes_model, tokens, string, min_tokens):
     sampling = SamplingParams(max_new_tokens=14, min_new_tokens=min_tokens, stop_strings=(string,))
     drawn = bytes(BYTES[token] for token in tokens)
     ends = [n for n in range(1, len(drawn) + 1) if drawn[:n].endswith(string.encode())]

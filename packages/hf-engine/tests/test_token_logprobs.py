@@ -37,7 +37,7 @@ def test_entropy_is_computed_only_when_it_is_asked_for():
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_waits_for_the_backward_pass_is_the_logits_in_their_own_dtype(monkeypatch, dtype, entropy):
+def test_the_backward_pass_keeps_only_logits_in_their_own_dtype(monkeypatch, dtype, entropy):
     monkeypatch.setattr(token_logprobs, "_CHUNK_ELEMENTS", 64 * 100)
     logits = torch.randn(4, 32, 100).to(dtype).requires_grad_()
     ids = torch.randint(0, 100, (4, 32))

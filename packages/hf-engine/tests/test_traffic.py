@@ -163,7 +163,7 @@ def test_what_is_not_known_is_refused(ranks3):
 
 
 @pytest.mark.parametrize("how", EXTRA)
-def test_an_executor_that_sends_too_much_by_any_function_does_not_match(ranks3, how):
+def test_an_executor_that_sends_too_much_does_not_match_its_plan(ranks3, how):
     right, wrong = zip(*ranks3.run(send_more, how), strict=True)
     assert all(right)
     assert not any(wrong[1:])  # a broadcast brings rank 0 nothing

@@ -97,7 +97,7 @@ def load_what_older_libraries_wrote(model, backend_name, directories):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_buffers_and_tied_heads_in_a_checkpoint_are_no_other_model(ranks2, tmp_path, backend):
+def test_buffers_and_tied_heads_in_a_checkpoint_are_ignored(ranks2, tmp_path, backend):
     options = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     model = write_tiny_model(tmp_path / "model", **options)
     tensors = load_file(model / "model.safetensors")

@@ -154,7 +154,7 @@ def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
 
 
 @pytest.mark.parametrize("fails", ["on the host", "on a device"])
-def test_memory_that_is_not_there_is_one_error_and_the_next_batch_is_drawn(models, monkeypatch, fails):
+def test_lack_of_memory_is_one_error_and_the_next_batch_is_drawn(models, monkeypatch, fails):
     backend, prompts = build(models["tied"], cache_bytes=1 << 20), build_prompts(3, vocab_size=VOCAB_SIZE)
     sampling = SamplingParams(max_new_tokens=4)
     before = backend.generate(prompts, sampling)
@@ -190,7 +190,7 @@ def test_other_failures_keep_their_names(models, monkeypatch):
         ("rwkv", {"attention_hidden_size": 32}, "recurrent layers"),
     ],
 )
-def test_models_that_remember_more_than_keys_and_values_are_refused(tmp_path, family, config, found):
+def test_models_with_state_beyond_keys_and_values_are_refused(tmp_path, family, config, found):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **config)).save_pretrained(tmp_path)
     with pytest.raises(BackendError, match=rf"with {found}: .* Choose a model with attention in all layers"):
@@ -249,7 +249,7 @@ def test_no_prompts_have_no_responses_or_one_typed_error(models):
             backend.generate(batch_of_nothing(), sampling)
 
 
-def test_stop_tokens_and_the_models_own_ends_leave_a_token_to_a_minimum_length(models):
+def test_a_minimum_length_needs_a_token_that_does_not_stop(models):
     backend, prompts = build(models["stopping"]), build_prompts(2, vocab_size=VOCAB_SIZE)
     stops = tuple(token for token in range(VOCAB_SIZE) if token not in (7, 30))
     with pytest.raises(BackendError, match="all 64 tokens in stop_token_ids or the model's own eos_token_id: none is"):

@@ -68,7 +68,7 @@ CASES = [
 
 @pytest.mark.parametrize("method", ["hybridflow", "hybridflow-v", "ds-chat"])
 @pytest.mark.parametrize(("order", "cases"), CASES)
-def test_uniform_models_cost_exactly_what_table_2_says_on_every_rank(method, order, cases):
+def test_uniform_models_cost_exactly_table_2_on_every_rank(method, order, cases):
     among_some = {*SOME_NESTED}
     for sizes in cases:
         topology, model = topology_of(*sizes, order), uniform_for(sizes)
@@ -105,7 +105,7 @@ def shard_is_inside(topology, rank):
     return at.pp // stages == at_pp and at.tp // columns == at_tp
 
 
-def test_sizes_that_are_no_powers_of_two_and_every_world_size_are_among_the_cases():
+def test_cases_have_all_world_sizes_and_more_than_powers_of_two():
     assert {(3, 1, 1, 3, 1), (1, 6, 2, 1, 3), (12, 5, 1, 6, 5), (2, 2, 15, 1, 1), (1, 1, 64, 1, 1)} <= set(NESTED)
     assert {pp * tp * dp for pp, tp, dp, _, _ in NESTED} == set(range(1, 65))
     assert {2, 3, 4, 5, 6, 12, 16} <= {size for sizes in SOME_NESTED for size in sizes}
@@ -121,7 +121,7 @@ def test_sizes_that_are_no_powers_of_two_and_every_world_size_are_among_the_case
         ("llama-3-8b", "2-4-2", "1-2"),
     ],
 )
-def test_published_models_come_within_a_thousandth_of_the_formula(preset, train, generation):
+def test_published_models_are_within_a_thousandth_of_the_formula(preset, train, generation):
     model = ModelShape.preset(preset)
     topology = Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
     planned = plan_transition(model, topology)
@@ -232,7 +232,7 @@ def elements(layout, rank):
     return marks
 
 
-def test_figure_8_moves_a_quarter_of_the_model_and_the_vanilla_groups_three_quarters():
+def test_figure_8_moves_a_quarter_and_vanilla_three_quarters():
     topology = topology_of(1, 4, 2, 1, 2)
     whole = Fraction(2 * UNIFORM.num_parameters)
     assert plan_transition(UNIFORM, topology).recv_bytes[0] == whole / 4
@@ -353,7 +353,7 @@ def test_methods_that_a_parallelism_has_no_place_in_say_so(sizes):
         plan_transition(UNIFORM, topology, sharding="fsdp")
 
 
-def test_a_training_replica_with_some_of_the_experts_is_no_case_of_hybridflow_v():
+def test_hybridflow_v_refuses_replicas_with_some_of_the_experts():
     topology = Topology(ParallelSpec(dp_size=2, ep_size=2), GenerationSpec())
     with pytest.raises(ReshardError, match=r"hybridflow-v gathers inside a training replica.* ep_size=2 hold some"):
         plan_transition(uniform_shape(), topology, "hybridflow-v")

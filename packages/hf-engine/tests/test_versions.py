@@ -49,7 +49,7 @@ def test_releases_are_compared_by_their_numbers(monkeypatch, installed, is_suppo
     assert str(error.value) == f"backend 'x' supports X >=1.2.3,<1.4 and x {installed} is installed: pip install x"
 
 
-def test_the_second_distribution_counts_where_the_first_is_absent():
+def test_the_second_distribution_counts_if_the_first_is_absent():
     supported = Supported(
         user="backend 'x'", library="X", distributions=["no-such-thing", "torch"], oldest="0", too_new="9", install=""
     )
@@ -80,5 +80,5 @@ def import_from_another_megatron():
         megatron.core.__version__ = supported
 
 
-def test_megatron_is_asked_itself_because_it_may_be_there_without_having_been_installed(ranks1):
+def test_megatrons_version_is_read_from_the_imported_module(ranks1):
     ranks1.run(import_from_another_megatron)

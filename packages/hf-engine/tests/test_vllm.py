@@ -280,7 +280,7 @@ MORE_FAMILIES = [pytest.param(family, marks=pytest.mark.slow) for family in TINY
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
-def test_a_family_that_the_engine_loads_follows_its_training_weights(alone, two, tmp_path, family):
+def test_a_family_that_the_engine_loads_follows_the_training(alone, two, tmp_path, family):
     model = write_engine_family(tmp_path / "model", family)
     refusal = None
     try:

@@ -235,13 +235,13 @@ without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, 
 
 
 @without_vllm
-def test_a_missing_vllm_is_answered_with_the_line_that_installs_it():
+def test_the_error_of_a_missing_vllm_has_the_install_command():
     with pytest.raises(BackendUnavailableError, match=r'not installed: pip install "hf-engine\[vllm\]" .*env.sh vllm'):
         load_rollout_backend("vllm")
 
 
 @without_vllm
-def test_another_version_is_refused_with_the_line_that_installs_one(monkeypatch):
+def test_another_version_is_refused_with_the_install_command(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda distribution: "0.33.1")
     with pytest.raises(BackendError, match=r"supports vLLM >=0.32,<0.33 and vllm 0.33.1 is installed: pip install"):
         load_rollout_backend("vllm")

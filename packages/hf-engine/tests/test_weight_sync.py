@@ -251,7 +251,7 @@ def test_a_mistake_on_one_rank_is_an_error_on_both_sides(ranks4):
     assert ranks4.run(mistakes_on_one_rank) == [16.0, 16.0, 32.0, 32.0]
 
 
-def test_senders_of_different_versions_and_sides_that_do_not_fit_are_refused(ranks4):
+def test_different_sender_versions_and_unfit_sides_are_refused(ranks4):
     ranks4.run(send_different_versions)
     ranks4.run(send_different_versions_to_different_ranks)
     ranks4.run(refuse_sides_that_do_not_fit)
