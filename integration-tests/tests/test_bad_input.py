@@ -86,7 +86,7 @@ def test_a_bad_value_is_named(
 @pytest.mark.parametrize(
     ("option", "part"), [("cache_byte=9", "did you mean 'cache_bytes'?"), ("cache_bytes=9.5", "= 9.5: ")]
 )
-def test_a_wrong_option_of_the_rollout_backend_is_named_before_anything_starts(
+def test_a_wrong_rollout_option_is_named_before_anything_starts(
     small_config: Path, hybridflow: Callable[..., Outcome], command: str, option: str, part: str
 ) -> None:
     outcome = hybridflow(command, small_config, "--set", f"rollout.options.{option}")
@@ -266,7 +266,7 @@ def test_inputs_that_overwriting_would_remove_are_refused(
     assert hybridflow("train", small_config, "--overwrite").exit_code == 0
 
 
-def test_options_that_no_machine_takes_leave_an_earlier_run_as_it_is(
+def test_impossible_options_leave_an_earlier_run_as_it_is(
     small_config: Path, hybridflow: Callable[..., Outcome]
 ) -> None:
     assert hybridflow("train", small_config).exit_code == 0
@@ -340,7 +340,7 @@ def test_a_reward_function_that_fails(
         ("optimizer.actor_learning_rate", ("are not finite", "(actor.compute_logprobs on rank 0)")),
     ],
 )
-def test_numbers_that_are_not_finite_stop_the_run_and_keep_the_last_good_weights(
+def test_nonfinite_numbers_stop_the_run_and_keep_good_weights(
     small_config: Path, hybridflow: Callable[..., Outcome], key: str, parts: tuple[str, ...]
 ) -> None:
     import torch

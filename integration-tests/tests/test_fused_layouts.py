@@ -234,7 +234,7 @@ def _megatron_specs(model: Path, actor: ParallelSpec, critic: ParallelSpec) -> d
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_shipped_megatron_roles_of_different_layouts_are_refused_before_any_process_starts(model: Path) -> None:
+def test_fused_megatron_roles_of_different_layouts_are_refused(model: Path) -> None:
     specs = _megatron_specs(model, ParallelSpec(tp_size=2), ParallelSpec(pp_size=2))
     with InProcessExecutor() as executor, pytest.raises(ProtocolError) as refused:
         executor.build_groups(ResourcePool([2], device="cpu", name="refused"), specs, fused=True)
@@ -244,9 +244,7 @@ def test_shipped_megatron_roles_of_different_layouts_are_refused_before_any_proc
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_shipped_megatron_roles_of_one_layout_share_processes_though_only_one_generates(
-    executor: RayExecutor, model: Path
-) -> None:
+def test_fused_megatron_roles_of_one_layout_share_processes(executor: RayExecutor, model: Path) -> None:
     specs = _megatron_specs(model, ParallelSpec(tp_size=2), ParallelSpec(tp_size=2))
     pool = ResourcePool([2], device="cpu", name="megatron")
     groups = executor.build_groups(pool, specs, fused=True)

@@ -138,7 +138,7 @@ def says_false(call: ast.Call) -> bool:
     return any(each.arg == "trust_remote_code" and ast.unparse(each.value) == "False" for each in call.keywords)
 
 
-def test_sglang_is_started_without_code_of_others_and_on_loopback() -> None:
+def test_sglang_starts_without_remote_code_and_on_loopback() -> None:
     options = ast.unparse(CODE[PACKAGES / "hf-engine/src/hf_engine/rollout/sglang/_options.py"])
     assert "'trust_remote_code': False" in options and "'host': '127.0.0.1'" in options
 

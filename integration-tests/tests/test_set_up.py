@@ -77,7 +77,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def test_the_first_call_installs_all_packages_with_the_constraints(checkout: Checkout) -> None:
+def test_the_first_call_installs_all_packages_with_constraints(checkout: Checkout) -> None:
     finished = checkout.set_up(PYTHONDONTWRITEBYTECODE="1")
     assert finished.returncode == 0, finished.stderr
     venv, install = checkout.calls()
@@ -137,7 +137,7 @@ def test_the_second_call_does_nothing(checkout: Checkout) -> None:
     "name",
     ["constraints.txt", "pyproject.toml", "packages/hf-engine/pyproject.toml", "scripts/env.sh", "scripts/engines.sh"],
 )
-def test_a_change_of_content_installs_again_and_keeps_the_interpreter(checkout: Checkout, name: str) -> None:
+def test_changed_content_is_installed_and_keeps_the_interpreter(checkout: Checkout, name: str) -> None:
     checkout.set_up()
     with (checkout.root / name).open("a") as file:
         file.write("\n")

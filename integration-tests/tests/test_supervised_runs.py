@@ -276,7 +276,7 @@ def test_a_starting_file_is_planned_and_its_data_checked(
     assert f"actor_learning_rate = {rate}" in printed.output
 
 
-def test_the_longest_prompt_and_the_longest_answer_are_of_two_rows(tmp_path: Path) -> None:
+def test_longest_prompt_and_answer_may_come_from_two_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "1+1=", "answer": "2" * 9}, {"prompt": "1" * 9, "answer": "2"}]
     body = build_body("sft", tmp_path) | {
         "data": {"train": write(tmp_path / "rows.jsonl", rows * 2)},

@@ -67,7 +67,7 @@ def test_a_configuration_takes_the_pages_block(block: str) -> None:
 @pytest.mark.parametrize(
     "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
 )
-def test_an_engine_is_set_up_and_gains_twenty_points_as_the_page_says(engine: str, tmp_path: Path) -> None:
+def test_an_engine_set_up_as_the_page_says_gains_twenty_points(engine: str, tmp_path: Path) -> None:
     checkout = tmp_path / "checkout"
     check_out(checkout)
     data = checkout / "runs" / f"quickstart-{engine}" / "data"

@@ -45,7 +45,7 @@ def test_the_bytes_between_the_nodes_are_those_of_the_routes(tmp_path: Path) -> 
     assert [row["iteration"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-def test_a_lost_node_ends_the_run_with_its_rank_and_the_last_model(tmp_path: Path) -> None:
+def test_a_lost_node_ends_the_run_with_its_rank_and_last_model(tmp_path: Path) -> None:
     lines = run_program("lose", tmp_path / "run")
     kind, message = json.loads(lines["lost"])
     assert kind == "RemoteCallError"
