@@ -307,7 +307,7 @@ def test_what_is_not_defined_is_refused(arguments, message):
 
 
 def test_hybridflow_v_needs_a_training_replica():
-    with pytest.raises(ReshardError, match="use hybridflow or ds-chat"):
+    with pytest.raises(ReshardError, match="Use hybridflow or ds-chat"):
         plan_transition(SMALL, topology_of(1, 1, 4, 1, 2), "hybridflow-v")
     with pytest.raises(TopologyError, match="GenerationSpec"):
         plan_transition(SMALL, Topology(ParallelSpec(dp_size=2)))
