@@ -17,7 +17,8 @@ from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_algorithms.rewards._pool.client import RewardPool
 from hf_algorithms.rewards._pool.messages import Calls, Outcome, RaisedCall
 from hf_algorithms.rewards._pool.process import Loader, call_function, is_async
-from hf_algorithms.rewards._results import CallScores, WrongResult
+from hf_algorithms.rewards._result_numbers import WrongResult
+from hf_algorithms.rewards._results import CallScores
 from hf_algorithms.rewards._samples import Samples
 from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.url_secrets import hide_secrets

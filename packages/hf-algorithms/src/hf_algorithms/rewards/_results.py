@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Set
-from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from hf_algorithms.rewards._result_numbers import WrongResult, as_scalar, is_date, read_number_or_none
+from hf_algorithms.rewards._trainer import CallLog
 from hf_protocols.validation import show
 
-if TYPE_CHECKING:
-    from hf_algorithms.rewards._trainer import CallLog
-
-__all__ = ["CallScores", "WrongResult", "read_number_or_none", "read_result"]
+__all__ = ["CallScores", "read_result"]
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
-_ADVICE = "Return a number, or None for a response that it does not apply to"
 _ONE_EACH = "Return one for each response"
 
 
@@ -34,25 +31,6 @@ class CallScores(NamedTuple):
     scores: list[float]
     metrics: dict[str, list[float]]
     log: CallLog | None = None
-
-
-class WrongResult(Exception):  # noqa: N818 - it never leaves the package
-    """A function returned something else than scores.
-
-    Attributes:
-        problem: what it did, which begins with a verb.
-        row: of the call; None for the whole.
-        advice: what to do.
-    """
-
-    def __init__(self, problem: str, row: int | None = None, *, advice: str = _ADVICE) -> None:
-        super().__init__(problem, row)
-        self.problem = problem
-        self.row = row
-        self.advice = advice
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial(WrongResult, advice=self.advice), (self.problem, self.row)
 
 
 def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
@@ -89,7 +67,7 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
             for name, each in value.items():
                 if name != "score" and (number := _as_number(each)) is not None:
                     metrics.setdefault(str(name), [math.nan] * num_rows)[row] = number
-            value = _scalar(value["score"])
+            value = as_scalar(value["score"])
         scores.append(_checked(value, row))
     return CallScores(scores, metrics)
 
@@ -120,22 +98,12 @@ def _as_list(answer: Any) -> list[Any] | None:
     # The order of a set is not that of the responses.
     if isinstance(answer, (str, bytes, Mapping, Set)) or not hasattr(answer, "__iter__"):
         return None
-    if _is_date(answer):
+    if is_date(answer):
         return list(answer)
     values = answer.tolist() if hasattr(answer, "tolist") else list(answer)
     if not isinstance(values, list):  # an array without dimensions
         return None
-    return [_scalar(value) for value in values]
-
-
-def _scalar(value: Any) -> Any:
-    is_array = hasattr(value, "item") and getattr(value, "ndim", 1) == 0 and not _is_date(value)
-    return value.item() if is_array else value
-
-
-def _is_date(value: Any) -> bool:
-    """True for numpy's dates: a missing one would become None, which means something else here."""
-    return getattr(getattr(value, "dtype", None), "kind", "") in ("M", "m")
+    return [as_scalar(value) for value in values]
 
 
 def _as_number(value: Any) -> float | None:
@@ -143,20 +111,8 @@ def _as_number(value: Any) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def read_number_or_none(value: Any) -> float | None:
-    """Returns a number, array or tensor of one number as a float; None for anything else, and beyond a float's range.
-
-    NaN and infinity are numbers.
-    """
-    value = _scalar(value)
-    try:
-        return float(value) if isinstance(value, Real) else None
-    except OverflowError:
-        return None
-
-
 def _checked(value: Any, row: int) -> float:
-    value = _scalar(value)
+    value = as_scalar(value)
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return math.nan
     if not isinstance(value, Real):

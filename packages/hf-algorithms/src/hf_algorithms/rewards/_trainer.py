@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from hf_algorithms.rewards._results import WrongResult, read_number_or_none
+from hf_algorithms.rewards._result_numbers import WrongResult, read_number_or_none
 
 __all__ = ["TRAINER_VALUES", "CallLog", "TrainerState"]
 

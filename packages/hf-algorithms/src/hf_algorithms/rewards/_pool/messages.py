@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_algorithms.rewards._results import CallScores, WrongResult
+from hf_algorithms.rewards._result_numbers import WrongResult
+from hf_algorithms.rewards._results import CallScores
 
 __all__ = ["CallExpired", "Calls", "CrashedCall", "ExpiredCall", "Outcome", "RaisedCall", "Setup"]
 

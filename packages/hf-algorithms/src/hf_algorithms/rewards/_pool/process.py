@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 from hf_algorithms.rewards._load import get_users_function, load_function
 from hf_algorithms.rewards._pool.messages import CallExpired, Calls, ExpiredCall, Outcome, RaisedCall
-from hf_algorithms.rewards._results import CallScores, WrongResult, read_result
+from hf_algorithms.rewards._result_numbers import WrongResult
+from hf_algorithms.rewards._results import CallScores, read_result
 from hf_algorithms.rewards._trainer import CallLog
 from hf_algorithms.users_code import describe_raised
 from hf_controller import Terminated
