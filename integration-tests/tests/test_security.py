@@ -30,7 +30,7 @@ OWN_PROCESSES = {
     "hf-controller/src/hf_controller/executors/rank_copies.py": 1,
     # calls and answers of a controller and its actors, through Ray
     "hf-controller/src/hf_controller/executors/ray/actor.py": 1,
-    "hf-controller/src/hf_controller/executors/ray/store.py": 1,
+    "hf-controller/src/hf_controller/executors/ray/handles.py": 1,
     "hf-controller/src/hf_controller/executors/ray/wire.py": 2,
     "hf-controller/src/hf_controller/failures.py": 2,
     # an engine's process and its rank, over a pair of sockets
