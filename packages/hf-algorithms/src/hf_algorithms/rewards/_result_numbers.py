@@ -1,4 +1,4 @@
-"""Numbers in the results of reward functions, and the error of a result that has none."""
+"""Numbers in the results of reward functions, and the error of a result that is not one."""
 
 from __future__ import annotations
 
