@@ -52,9 +52,9 @@ def test_two_arrays_of_512_mb_stay_in_memory_by_default(store_bytes):
     words = [] if store_bytes is None else [str(store_bytes)]
     command = [sys.executable, "-c", PROGRAM, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
-    told = done.stderr.count(f"cluster.object_store_bytes={store_bytes} ")
+    num_warnings = done.stderr.count(f"cluster.object_store_bytes={store_bytes} ")
     is_spilled = not done.stdout.startswith("0 in the folders")
-    assert (is_spilled, told) == ((False, 0) if store_bytes is None else (True, 1)), (done.stdout, done.stderr)
+    assert (is_spilled, num_warnings) == ((False, 0) if store_bytes is None else (True, 1)), (done.stdout, done.stderr)
 
 
 def test_spilling_names_the_key_of_the_size(tmp_path, caplog):

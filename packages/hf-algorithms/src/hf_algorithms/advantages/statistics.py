@@ -18,7 +18,7 @@ def compute_score_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, tupl
     `reward/mean` and `reward/std` (dividing by N - 1; 0 for one row) are over scored rows of the whole batch; left out
     where no row is scored. `reward/unscorable` is the number of rows without a score, `reward/unscorable_baseline` the
     number of rows whose greedy baseline has no score. `group/zero_variance` is the share of groups whose scores are all
-    equal, among groups with at least two scored rows; left out where there is no such group.
+    equal, among groups with at least two scored rows; left out if no group has two.
 
     Args:
         columns: `scores` [B], NaN where the reward could not score; `group_id` int64 [B] and `baseline_scores` [B],

@@ -86,7 +86,7 @@ def compute_breakdown(calls: Sequence[TimelineCall]) -> Breakdown:
     """Returns the breakdown of the workers' calls among `calls`; other spans are left out.
 
     Raises:
-        DataError: if there is no such call, or one lacks its times.
+        DataError: if the trace does not contain the call, or a span of it does not have its times.
     """
     calls = sorted((call for call in calls if "call" in call.arguments), key=lambda call: call.start_us)
     if not calls:
