@@ -191,7 +191,7 @@ def fail_on_the_way_back(model):
     _, rollout, engine = build_engine(model, model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rollout, "commit_weights", refuse)
-        patch.setattr(engine._mover, "restore", lambda: fail_if(True))
+        patch.setattr(engine._way._mover, "restore", lambda: fail_if(True))
         with pytest.raises(MemoryError, match="no more memory") as failed, engine.generation():
             pytest.fail("a rank generates")
     return failed.value.__notes__

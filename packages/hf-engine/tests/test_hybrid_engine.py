@@ -221,7 +221,7 @@ def test_moved_weights_are_refused_not_read(ranks2, tmp_path, backend):
 def send_twice(model):
     """An executor that sends everything twice is right about the weights and fails the count."""
     _, _, engine = build_engine(model, model, training_weights="keep", bucket_bytes=1 << 14)
-    executor = engine._executor
+    executor = engine._way._executor
     executor._steps = [*executor._steps, *executor._steps]
     with count_traffic() as traffic, engine.generation():
         pass

@@ -6,15 +6,13 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import HIGHEST, agree_on_moving, spread, together
+from hf_engine.agreement import HIGHEST, spread, together
 from hf_engine.backends.abilities import (
-    AdoptsWeights,
-    HoldsPadding,
     SupportsAdapters,
     SupportsBufferLoading,
     SupportsBuffers,
@@ -23,13 +21,12 @@ from hf_engine.backends.abilities import (
     TakesAdapters,
 )
 from hf_engine.backends.base import RolloutBackend, SamplingParams, TrainBackend
+from hf_engine.hybrid_engine.in_place_transition import InPlaceTransition
 from hf_engine.hybrid_engine.sampler_check import SamplerCheck
-from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory
-from hf_engine.hybrid_engine.weight_feed import WeightFeed
-from hf_engine.process_groups import build_groups, local_device, local_world_size, wait_for_device
-from hf_engine.resharding.digest import compute_digests
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, ReshardExecutor, as_parts, check_bucket_bytes
-from hf_engine.resharding.moving import ShardMover
+from hf_engine.hybrid_engine.streamed_transition import StreamedTransition
+from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory, WeightTransition
+from hf_engine.process_groups import build_groups, local_device, local_world_size
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, as_parts, check_bucket_bytes
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.tensor_checks import check_weights, check_writable
 from hf_protocols.errors import BackendError, ReshardError
@@ -41,6 +38,8 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 __all__ = ["HybridEngine"]
+
+_TrainingWeights = Literal["move", "keep", "offload"]
 
 _check = Checks(BackendError)
 
@@ -81,51 +80,25 @@ class HybridEngine:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep", "offload"] | None = None,
     ) -> None:
-        training_weights = cast("Any", _pair_adapters(train, rollout, training_weights))
+        training_weights = _pair_adapters(train, rollout, training_weights)
         plan = _agree_on_plan(train, rollout, topology, training_weights, bucket_bytes)
-        source, target = plan.source, plan.target
         self._train, self._rollout, self._plan = train, rollout, plan
-        self._offloads = training_weights == "offload"
-        self._mover: ShardMover | None = None
-        self._feed: WeightFeed | None = None
         self._proof: SamplerCheck | None = None
-        self._released_bytes = 0
-        self._engine_bytes = self._loading_bytes = 0
-        self._is_closed = False
+        self._is_closed = self._is_current = self._is_generating = False
         self._group = _build_transfer_group(plan, topology)
         with ExitStack() as undo:
             undo.callback(self._end_group)
+            options: dict[str, Any] = {"group": self._group, "bucket_bytes": bucket_bytes}
+            self._way: WeightTransition
             if isinstance(rollout, SupportsWeightBuffers):
-                moves = training_weights == "move" or (training_weights is None and source.dtype == target.dtype)
-                self._prepare_buffers(rollout, bucket_bytes, moves)
-            else:
-                assert isinstance(rollout, SupportsShardLoading), "refused with the plan"
-                self._prepare_stream(rollout, bucket_bytes)
-                self._proof = SamplerCheck(train, topology, (source.dtype, target.dtype))
+                self._way = InPlaceTransition(train, rollout, plan, training_weights=training_weights, **options)
+            elif isinstance(rollout, SupportsShardLoading):  # others were refused with the plan
+                self._way = StreamedTransition(train, rollout, plan, offloads=training_weights == "offload", **options)
+                self._proof = SamplerCheck(train, topology, (plan.source.dtype, plan.target.dtype))
             undo.pop_all()
-        self._weight_version = rollout.weight_version
-        self._weight_changes = train.weight_changes
-        self._digest: int | None = None
-        self._holds_weights = source.held_bytes(dist.get_rank()) > 0
-        self._is_current = False
-        self._is_generating = False
+        self._held = _Held(rollout.weight_version, train.weight_changes, None)
+        self._holds_weights = plan.source.held_bytes(dist.get_rank()) > 0
         self._last_transition: Transition | None = None
-
-    def _prepare_buffers(self, rollout: SupportsWeightBuffers, bucket_bytes: int, moves: bool) -> None:
-        plan, device = self._plan, local_device()
-        self._executor = ReshardExecutor(plan, group=self._group, bucket_bytes=bucket_bytes, device=device)
-        if moves:
-            weights, buffers = as_parts(self._train.local_weights()), as_parts(rollout.weight_buffers())
-            adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
-            padding = self._train.padding() if isinstance(self._train, HoldsPadding) else ()
-            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
-            self._rollout.release()
-
-    def _prepare_stream(self, rollout: SupportsShardLoading, bucket_bytes: int) -> None:
-        options: dict[str, Any] = {"group": self._group, "bucket_bytes": bucket_bytes, "device": local_device()}
-        self._feed = WeightFeed(self._train, rollout, self._plan, **options)
-        self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
-        self._released_bytes = self._rollout.release()
 
     @property
     def plan(self) -> ReshardPlan:
@@ -136,30 +109,16 @@ class HybridEngine:
     def memory(self) -> TransitionMemory:
         """Memory that this rank holds while it generates."""
         self._check_open("memory")
-        rank = dist.get_rank()
-        moved, feed = self._mover is not None, self._feed
-        held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
-        outside = self._mover.host_bytes if self._mover is not None else 0
-        both = trained + (0 if feed else held)
-        return TransitionMemory(
-            generation_bytes=0 if feed else held,
-            engine_bytes=self._engine_bytes,
-            released_bytes=held if moved else self._released_bytes,
-            training="moved" if moved else "offloaded" if self._offloads else "kept",
-            training_bytes=0 if moved or self._offloads else trained,
-            host_bytes=trained if self._offloads else outside,
-            peak_bytes=both if self._mover is None else self._executor.peak_bytes(self._mover),
-            staging_bytes=self._executor.buffer_bytes if feed is None else feed.staging_bytes + self._loading_bytes,
-        )
+        return self._way.measure()
 
     @property
     def weight_version(self) -> int:
         """Grows by one whenever generation sees weights that changed since it last ran; may be set to a saved one."""
-        return self._weight_version
+        return self._held.version
 
     @weight_version.setter
     def weight_version(self, version: int) -> None:
-        self._weight_version = max(self._weight_version, version)
+        self._held = self._held._replace(version=max(self._held.version, version))
 
     @property
     def last_transition(self) -> Transition | None:
@@ -196,64 +155,38 @@ class HybridEngine:
     def _enter(self) -> None:
         """Moves the weights. Where that fails, the next entry sends them again, under the same version."""
         start = time.perf_counter()
-        before = _, changes, digest, _ = self._weight_version, self._weight_changes, self._digest, self._last_transition
-        changed = self._train.weight_changes != changes
-        moves = self._mover is not None or not self._is_current or changed
-        whole = True
-        if self._mover is None:  # nothing has begun yet; with a mover all ranks move
-            needs_base = self._feed is None or self._feed.needs_base
-            whole = agree_on_moving(moves, None, local_device(), whole=needs_base)
+        held, changes = self._held, self._train.weight_changes
+        has_changed = changes != held.changes
+        moves = self._way.agree(has_changed or not self._is_current)
+        version = held.version + has_changed
         with ExitStack() as undo:
             undo.push(self._leave_after)
-            undo.callback(self._forget, before)
-            received = self._transfer(whole) if moves else 0
-            self._last_transition = Transition(
-                weight_version=self._weight_version,
-                seconds=time.perf_counter() - start if moves else 0.0,
-                recv_bytes=received,
-                fed_bytes=self._feed.fed_bytes if moves and self._feed else 0,
-                is_unchanged=changed and digest is not None and digest == self._digest and self._holds_weights,
-            )
-            if self._offloads:
-                self._train.offload(weights=True)
-            if isinstance(self._rollout, SupportsShardLoading):
-                self._rollout.resume()
+            self._is_current = False
+            moved = self._way.enter(version, None if has_changed else held.digest, moves=moves)
             undo.pop_all()
-        self._is_generating = True
-
-    def _forget(self, before: tuple[int, int, int | None, Transition | None]) -> None:
-        """The rollout backend holds nothing that is known: all is as before the entry that failed."""
-        self._is_current = False
-        if self._feed is not None:
-            self._feed.forget()
-        self._weight_version, self._weight_changes, self._digest, self._last_transition = before
+        self._last_transition = Transition(
+            weight_version=version,
+            seconds=time.perf_counter() - start if moves else 0.0,
+            recv_bytes=moved.recv_bytes,
+            fed_bytes=moved.fed_bytes,
+            is_unchanged=has_changed
+            and held.digest is not None
+            and held.digest == moved.digest
+            and self._holds_weights,
+        )
+        self._held = _Held(version, changes, moved.digest)
+        self._is_current = self._is_generating = True
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Leaves a block; what it raised is never replaced by what the way back raises."""
+        self._is_generating = False
         if error is None:
-            self._leave(failed=False)
+            self._way.leave(failed=False)
             return
         with Caught() as caught:  # an engine that is gone may raise anything
-            self._leave(failed=True)
+            self._way.leave(failed=True)
         if caught.error is not None:
             error.add_note(f"the way back to training failed too: {type(caught.error).__name__}: {caught.error}")
-
-    def _leave(self, *, failed: bool) -> None:
-        """Gives the memory back to training, also where the engine failed.
-
-        An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
-        it after the next block.
-        """
-        self._is_generating = False
-        try:
-            if self._mover is not None:
-                self._mover.restore()
-                self._rollout.release()
-            elif isinstance(self._rollout, SupportsShardLoading) and not failed:
-                self._released_bytes = self._rollout.release()
-        finally:
-            if self._offloads:
-                self._train.reload()
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws responses from the current weights; see `RolloutBackend.generate`.
@@ -289,16 +222,15 @@ class HybridEngine:
             raise BackendError("close() inside generation(): leave its block first")
         if self._is_closed:
             return
-        self._is_closed, self._mover = True, None
+        self._is_closed = True
+        del self._way  # it holds communication buffers and the group, whose threads end with what refers to it
         with ExitStack() as each:  # in the reverse order, even if one of them raises
             each.callback(self._end_group)
             each.callback(self._train.close)
             each.callback(self._rollout.close)
 
     def _end_group(self) -> None:
-        # They hold communication buffers and the group, whose threads end with what refers to it.
-        self._executor = self._feed = cast("Any", None)
-        group, self._group = self._group, cast("Any", None)
+        group, self._group = self._group, None
         if group not in (None, dist.group.WORLD):
             dist.destroy_process_group(group)
 
@@ -306,31 +238,18 @@ class HybridEngine:
         if self._is_closed:
             raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it; build others")
 
-    def _transfer(self, whole: bool) -> int:
-        self._is_current = False
-        changes, digest = self._train.weight_changes, self._digest
-        version = self._weight_version + (changes != self._weight_changes)
-        weights = self._train.local_weights()
-        if changes != self._weight_changes or digest is None:
-            parts = [part for each in as_parts(weights).values() for part in each]
-            digest = self._feed.digest(weights) if self._feed else hash(tuple(compute_digests(parts)))
-        if self._feed is not None:
-            self._feed.begin(whole=whole)
-            received = self._feed.run(weights, version=version)
-        else:
-            buffers = cast("SupportsWeightBuffers", self._rollout).weight_buffers()
-            received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
-        _copy_buffers(self._train, self._rollout)
-        wait_for_device()
-        self._weight_version, self._weight_changes, self._digest = version, changes, digest
-        self._rollout.commit_weights(version)
-        if self._feed is not None:
-            self._feed.finish()
-        self._is_current = True
-        return received
+
+class _Held(NamedTuple):
+    """Weights that generation had last: version, changes that the training backend counted then, and their digest."""
+
+    version: int
+    changes: int
+    digest: int | None
 
 
-def _pair_adapters(train: TrainBackend, rollout: RolloutBackend, training_weights: str | None) -> str | None:
+def _pair_adapters(
+    train: TrainBackend, rollout: RolloutBackend, training_weights: _TrainingWeights | None
+) -> _TrainingWeights | None:
     """Has a training backend with adapters show them as the rollout backend takes them: apart, or merged.
 
     Returns:
@@ -414,17 +333,6 @@ def _plan_between(
         check_weights(target, dist.get_rank(), rollout.weight_buffers(), "generation")
         check_writable(as_parts(rollout.weight_buffers()), "the generation tensors, maybe another HybridEngine's,")
     return plan
-
-
-@torch.no_grad()
-def _copy_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
-    """Copies the state that no optimizer step changes into generation, each tensor in its own dtype."""
-    found = train.buffers() if isinstance(train, SupportsBuffers) else {}
-    if isinstance(rollout, SupportsBuffers):
-        for name, buffer in rollout.buffers().items():
-            buffer.copy_(found[name])
-    elif found and isinstance(rollout, SupportsBufferLoading):
-        rollout.load_buffers(found)
 
 
 def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:

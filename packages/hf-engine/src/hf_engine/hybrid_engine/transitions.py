@@ -1,11 +1,19 @@
-"""The way of weights into generation, as one rank sees it: what it did, and what it holds then."""
+"""The way of weights into generation and back: what a `HybridEngine` asks of it, what it did, and what is held then."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-__all__ = ["Transition", "TransitionMemory"]
+import torch
+
+from hf_engine.backends.abilities import SupportsBufferLoading, SupportsBuffers
+from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.process_groups import wait_for_device
+from hf_engine.resharding.plan import ReshardPlan
+
+__all__ = ["MovedWeights", "Transition", "TransitionMemory", "WeightTransition"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +58,72 @@ class TransitionMemory:
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
     on their way into it, with what it needs to take them."""
+
+
+class MovedWeights(NamedTuple):
+    """Result of `WeightTransition.enter` on this rank."""
+
+    digest: int | None
+    """A number of the bits of this rank's training weights; None where none was asked for."""
+    recv_bytes: int = 0
+    """Bytes of weights received from other ranks."""
+    fed_bytes: int = 0
+    """Bytes handed to an engine that keeps its weights itself."""
+
+
+class WeightTransition(ABC):
+    """Brings training weights into a rollout backend and gives the memory back, without knowledge of versions.
+
+    Args:
+        train: the training backend.
+        rollout: the rollout backend.
+        plan: from the one's layout to the other's.
+        offloads: the training weights wait on the host during generation.
+    """
+
+    def __init__(self, train: TrainBackend, rollout: RolloutBackend, plan: ReshardPlan, *, offloads: bool) -> None:
+        self._train, self._rollout, self._plan = train, rollout, plan
+        self._offloads = offloads
+
+    @abstractmethod
+    def agree(self, is_stale: bool) -> bool:
+        """Returns whether weights move in the next `enter`. Collective where not all ranks move anyway.
+
+        Args:
+            is_stale: the training weights are not those that generation had last.
+
+        Raises:
+            ReshardError: on all ranks, if the weights of some are stale.
+        """
+
+    @abstractmethod
+    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
+        """Leaves the rollout backend ready to generate from the training weights. Collective where they move.
+
+        After an error nothing is known of the weights that the rollout backend holds: `leave`, and move them next time.
+
+        Args:
+            version: of the weights.
+            digest: of the weights that this rank trains, if it is known.
+            moves: as `agree` said; else what the rollout backend has is current.
+        """
+
+    @abstractmethod
+    def leave(self, *, failed: bool) -> None:
+        """Gives the memory back to training, also where the engine failed."""
+
+    @abstractmethod
+    def measure(self) -> TransitionMemory:
+        """Returns the memory that this rank holds while it generates."""
+
+    @torch.no_grad()
+    def _commit(self, version: int) -> None:
+        """Copies the state that no optimizer step changes, each tensor in its own dtype, and completes the weights."""
+        found = self._train.buffers() if isinstance(self._train, SupportsBuffers) else {}
+        if isinstance(self._rollout, SupportsBuffers):
+            for name, buffer in self._rollout.buffers().items():
+                buffer.copy_(found[name])
+        elif found and isinstance(self._rollout, SupportsBufferLoading):
+            self._rollout.load_buffers(found)
+        wait_for_device()
+        self._rollout.commit_weights(version)

@@ -1,0 +1,104 @@
+"""The transition into weights that a rollout backend lets others write."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch.distributed as dist
+
+from hf_engine.agreement import agree_on_moving
+from hf_engine.backends.abilities import AdoptsWeights, HoldsPadding, SupportsWeightBuffers
+from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.digest import compute_digests
+from hf_engine.resharding.execute import ReshardExecutor, as_parts
+from hf_engine.resharding.moving import ShardMover
+
+if TYPE_CHECKING:
+    from hf_engine.resharding.plan import ReshardPlan
+
+__all__ = ["InPlaceTransition"]
+
+
+class _Writable(RolloutBackend, SupportsWeightBuffers, Protocol):
+    pass
+
+
+class InPlaceTransition(WeightTransition):
+    """Writes generation shards into the rollout backend's own tensors.
+
+    A training shard that is moved lies inside them during generation; one that is kept or offloaded does not.
+
+    Args:
+        train: the training backend.
+        rollout: the rollout backend, which releases its memory until the first `enter`.
+        plan: from the one's layout to the other's.
+        group: the ranks that send to each other, as in `ReshardExecutor`.
+        bucket_bytes: bound on the communication buffers.
+        training_weights: as in `HybridEngine`.
+    """
+
+    def __init__(
+        self,
+        train: TrainBackend,
+        rollout: _Writable,
+        plan: ReshardPlan,
+        *,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+        training_weights: Literal["move", "keep", "offload"] | None,
+    ) -> None:
+        super().__init__(train, rollout, plan, offloads=training_weights == "offload")
+        self._writable = rollout
+        self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=local_device())
+        self._mover: ShardMover | None = None
+        if training_weights == "move" or (training_weights is None and plan.source.dtype == plan.target.dtype):
+            weights, buffers = as_parts(train.local_weights()), as_parts(rollout.weight_buffers())
+            adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
+            padding = train.padding() if isinstance(train, HoldsPadding) else ()
+            self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
+            rollout.release()
+
+    def agree(self, is_stale: bool) -> bool:
+        if self._mover is not None:  # nothing stays in generation
+            return True
+        agree_on_moving(is_stale, None, local_device())
+        return is_stale
+
+    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
+        moved = MovedWeights(digest)
+        if moves:
+            weights, buffers = self._train.local_weights(), self._writable.weight_buffers()
+            if digest is None:
+                digest = hash(tuple(compute_digests([part for parts in as_parts(weights).values() for part in parts])))
+            received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
+            self._commit(version)
+            moved = MovedWeights(digest, recv_bytes=received)
+        if self._offloads:
+            self._train.offload(weights=True)
+        return moved
+
+    def leave(self, *, failed: bool) -> None:
+        try:
+            if self._mover is not None:
+                self._mover.restore()
+                self._rollout.release()
+        finally:
+            if self._offloads:
+                self._train.reload()
+
+    def measure(self) -> TransitionMemory:
+        rank = dist.get_rank()
+        held, trained = self._plan.target.held_bytes(rank), self._plan.source.held_bytes(rank)
+        has_moved = self._mover is not None
+        return TransitionMemory(
+            generation_bytes=held,
+            engine_bytes=0,
+            released_bytes=held if has_moved else 0,
+            training="moved" if has_moved else "offloaded" if self._offloads else "kept",
+            training_bytes=0 if has_moved or self._offloads else trained,
+            host_bytes=trained if self._offloads else self._mover.host_bytes if self._mover is not None else 0,
+            peak_bytes=trained + held if self._mover is None else self._executor.peak_bytes(self._mover),
+            staging_bytes=self._executor.buffer_bytes,
+        )

@@ -1,0 +1,147 @@
+"""The transition into an engine that keeps its weights itself: of all weights, or of adapters where it has the base."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hf_engine.agreement import agree_on_moving
+from hf_engine.backends.abilities import SupportsAdapters, SupportsAdapterUpdates, SupportsShardLoading
+from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
+from hf_engine.models.adapter_rules import is_adapter_name
+from hf_engine.process_groups import local_device
+from hf_engine.resharding.digest import compute_digests
+from hf_engine.resharding.execute import Weights, as_parts
+from hf_engine.resharding.streaming import ShardStream
+
+if TYPE_CHECKING:
+    from hf_engine.resharding.plan import ReshardPlan
+
+__all__ = ["StreamedTransition"]
+
+
+class _Loading(RolloutBackend, SupportsShardLoading, Protocol):
+    pass
+
+
+class StreamedTransition(WeightTransition):
+    """Hands shards over to the rollout backend, some parameters at a time. Its memory is released between blocks.
+
+    Args:
+        train: the training backend.
+        rollout: the rollout backend; with adapters apart in the plan it may be `SupportsAdapterUpdates`.
+        plan: from the one's layout to the other's.
+        group: the ranks that send to each other, as in `ReshardExecutor`.
+        bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
+        offloads: the training weights wait on the host during generation.
+    """
+
+    def __init__(
+        self,
+        train: TrainBackend,
+        rollout: _Loading,
+        plan: ReshardPlan,
+        *,
+        group: dist.ProcessGroup | None,
+        bucket_bytes: int,
+        offloads: bool,
+    ) -> None:
+        super().__init__(train, rollout, plan, offloads=offloads)
+        self._loading = rollout
+        options: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "device": local_device()}
+        self._stream = ShardStream(plan, **options)
+        self._adapters: tuple[SupportsAdapterUpdates, ShardStream] | None = None
+        self._names = [name for name in plan.target.shapes if is_adapter_name(name)]
+        if self._names and isinstance(rollout, SupportsAdapterUpdates) and isinstance(train, SupportsAdapters):
+            self._adapters = rollout, ShardStream(plan.select(self._names), **options)
+        self._base: int | None = None
+        """Loads of the training backend's base when the engine got it; None where the engine's is not known."""
+        self._is_whole = True
+        self._fed_bytes = 0
+        self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
+        self._released_bytes = rollout.release()
+
+    def agree(self, is_stale: bool) -> bool:
+        needs_base = self._adapters is None or self._base is None or self._base != self._base_changes
+        self._is_whole = agree_on_moving(is_stale, None, local_device(), whole=needs_base)
+        return is_stale
+
+    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
+        moved = MovedWeights(digest)
+        with ExitStack() as undo:
+            undo.callback(self._forget)
+            if moves:
+                weights = self._train.local_weights()
+                if digest is None:
+                    digest = self._digest(weights)
+                received = self._feed(weights, version)
+                self._commit(version)
+                self._base = self._base_changes
+                moved = MovedWeights(digest, recv_bytes=received, fed_bytes=self._fed_bytes)
+            if self._offloads:
+                self._train.offload(weights=True)
+            self._rollout.resume()
+            undo.pop_all()
+        return moved
+
+    def leave(self, *, failed: bool) -> None:
+        """Gives the memory back to training.
+
+        An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
+        it after the next block.
+        """
+        try:
+            if not failed:
+                self._released_bytes = self._rollout.release()
+        finally:
+            if self._offloads:
+                self._train.reload()
+
+    def measure(self) -> TransitionMemory:
+        trained = self._plan.source.held_bytes(dist.get_rank())
+        streams = [self._stream] if self._adapters is None else [self._stream, self._adapters[1]]
+        return TransitionMemory(
+            generation_bytes=0,
+            engine_bytes=self._engine_bytes,
+            released_bytes=self._released_bytes,
+            training="offloaded" if self._offloads else "kept",
+            training_bytes=0 if self._offloads else trained,
+            host_bytes=trained if self._offloads else 0,
+            peak_bytes=trained,
+            staging_bytes=sum(stream.staging_bytes for stream in streams) + self._loading_bytes,
+        )
+
+    def _digest(self, weights: Weights) -> int:
+        """A number of the bits of this rank's weights; of a base that does not change only its loads are counted."""
+        parts = as_parts(weights)
+        names = parts if self._adapters is None else self._names
+        tensors = [part for name in names for part in parts.get(name, ())]
+        return hash((self._base_changes, *compute_digests(tensors)))
+
+    def _feed(self, weights: Weights, version: int) -> int:
+        """Sends this rank's weights and feeds the engine; see `ShardStream.run`. Returns the bytes received."""
+        self._fed_bytes, self._base = 0, None
+        if self._is_whole or self._adapters is None:
+            self._loading.begin_weights()
+            return self._stream.run(weights, self._load, version=version)
+        engine, stream = self._adapters
+        engine.begin_adapters()
+        sent = {name: weights[name] for name in self._names if name in weights}
+        return stream.run(sent, self._load, version=version)
+
+    def _load(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._fed_bytes += sum(part.nbytes for parts in shards.values() for part in parts)
+        self._loading.load_shards(shards)
+
+    def _forget(self) -> None:
+        """Everything is sent the next time: what the engine holds is not known."""
+        self._base = None
+
+    @property
+    def _base_changes(self) -> int:
+        return self._train.base_changes if isinstance(self._train, SupportsAdapters) else 0
