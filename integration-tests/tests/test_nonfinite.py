@@ -14,6 +14,7 @@ from hf_algorithms.checkpoints import LEDGER, count_ledger
 from hf_algorithms.data import RowOrder, load_rows
 from small_runs import Outcome, read_metrics, without_times, write_sft
 
+SETS = ("train", "validation", "test")
 POISON = """
 import time
 from pathlib import Path
@@ -143,14 +144,25 @@ def test_a_rollback_that_cannot_happen_is_refused(
     assert not (small_config.parent / "run").exists()
 
 
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
 def test_a_supervised_run_goes_back_too(
-    small_config: Path, hybridflow: Callable[..., Outcome], addition_data: Path
+    command: str, small_config: Path, hybridflow: Callable[..., Outcome], addition_data: Path
 ) -> None:
     """Every update explodes, from the first one on: the run starts again with the next rows, twice."""
-    keys = ("training.on_nonfinite=rollback", "training.explode_above=1e-9")
-    outcome = hybridflow("sft", write_sft(small_config), *(word for key in keys for word in ("--set", key)))
+    keys = ["training.on_nonfinite=rollback", "training.explode_above=1e-9"]
+    if command != "sft":
+        keys += [f"data.{name}={write_pairs(addition_data / f'{name}.jsonl', small_config.parent)}" for name in SETS]
+    outcome = hybridflow(command, write_sft(small_config), *(word for key in keys for word in ("--set", key)))
     assert outcome.exit_code == 1 and "above training.explode_above" in outcome.errors
     run = small_config.parent / "run"
     assert json.loads((run / "summary.json").read_text())["rollbacks"] == [{"iteration": 1, "after": 0}] * 2
     assert list_rows(run, "dropped") == {1: set(list_draws(addition_data, [1, 2]))}
     assert list_rows(run, "planned") == {1: set(list_draws(addition_data, [1, 2, 3]))}
+
+
+def write_pairs(rows: Path, folder: Path) -> Path:
+    """The same prompts with the answer and a longer one, in a file of the same name."""
+    path = folder / rows.name
+    pairs = [{"prompt": row.prompt, "chosen": row.answer, "rejected": f"{row.answer}1"} for row in load_rows(rows)]
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    return path
