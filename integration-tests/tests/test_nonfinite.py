@@ -83,6 +83,20 @@ def list_rows(run: Path, state: str) -> dict[int, set[int]]:
     return found
 
 
+@pytest.mark.slow
+def test_two_ranks_on_ray_go_back_too(
+    small_config: Path, hybridflow: Callable[..., Outcome], addition_data: Path
+) -> None:
+    run = small_config.parent / "run"
+    words = poison(small_config, addition_data, [3], after=2)
+    on_ray = ("--set", "run.executor=ray", "--set", "cluster.gpus_per_machine=2")
+    outcome = hybridflow("train", small_config, *words, *on_ray)
+    assert outcome.exit_code == 0, outcome.errors
+    summary = json.loads((run / "summary.json").read_text())
+    assert (summary["status"], summary["rollbacks"]) == ("finished", [{"iteration": 3, "after": 2}])
+    assert list_rows(run, "dropped") == {3: set(list_draws(addition_data, [3]))}
+
+
 def test_a_run_goes_back_and_on_with_other_draws(
     small_config: Path, hybridflow: Callable[..., Outcome], addition_data: Path
 ) -> None:
