@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, ReinforceAdvantage
-from hf_algorithms.workers.advantage import Estimator
+from hf_algorithms.advantages import GAE, Estimator, GroupAdvantage, LagrangianAdvantage, ReinforceAdvantage
 from hf_protocols import BatchError
 
 NAN = float("nan")

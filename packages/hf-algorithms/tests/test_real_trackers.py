@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms.config import parse_config
+from hf_algorithms.config import build_sections, parse_config
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.trackers import TRACKERS, _follow, prepare_tracking
 
@@ -58,9 +58,9 @@ def run(path: Path, names: list[str], error: BaseException | None = None) -> lis
         {"data": {"train": "rows.jsonl"}, "run": {"output_dir": str(path), "trackers": names, "seed": 7}}
     )
     directory = RunDirectory(path)
-    tracking = prepare_tracking(config)
+    tracking = prepare_tracking(config.run.trackers)
     directory.begin()
-    with suppress(KeyboardInterrupt), tracking.follow(directory, notes.append):
+    with suppress(KeyboardInterrupt), tracking.follow(directory, notes.append, sections=build_sections(config)):
         for iteration in (1, 2):
             directory.append_metrics({"iteration": iteration, "reward/mean": iteration / 2, NAME: 0.25})
         directory.write_json("summary.json", {"score_after": 0.75, "metric": "exact", "iterations": 2})

@@ -11,11 +11,11 @@ import pytest
 
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import Row
+from hf_algorithms.preflight import reward_functions
+from hf_algorithms.preflight.reward_functions import check_rewards, describe_logs
 from hf_algorithms.rewards import (
-    _check,
+    SupportsAnswerCheck,
     answers_checked_by,
-    check_rewards,
-    describe_logs,
     exact_match,
     gsm8k_accuracy,
     gsm8k_reward,
@@ -95,7 +95,7 @@ def config_with(**reward: str) -> Config:
 
 def check(monkeypatch: pytest.MonkeyPatch, function: Any, key: str = "function") -> None:
     found = {"mine:f": function, "mine:any": plain}
-    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    monkeypatch.setattr(reward_functions, "load_function", lambda name, *, search_path: found[name])
     other = "metric" if key == "function" else "function"
     check_rewards(config_with(**{key: "mine:f", other: "mine:any"}), {"train": ROWS, "validation": ROWS, "test": ROWS})
 
@@ -141,7 +141,7 @@ def test_another_machine_needs_the_key_of_its_section(section: str) -> None:
 
 def test_logs_that_are_not_kept_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"mine:logs": logs, "mine:any": plain}
-    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    monkeypatch.setattr(reward_functions, "load_function", lambda name, *, search_path: found[name])
     assert describe_logs(config_with(function="mine:any", metric="mine:any")) == []
     kept = "reward.function = 'mine:logs': what it gives log_extra is kept for the rows of samples/ alone"
     assert describe_logs(config_with(function="mine:logs", metric="mine:any")) == [kept]
@@ -202,7 +202,7 @@ def test_a_metric_looks_at_answers_as_well() -> None:
 
 def test_the_shipped_functions_say_what_they_read() -> None:
     for function in (exact_match, gsm8k_reward, gsm8k_accuracy):
-        assert isinstance(function, _check.SupportsAnswerCheck)
+        assert isinstance(function, SupportsAnswerCheck)
         assert function.check_answer("#### 1,200") is None
     with pytest.raises(ValueError, match="has no number"):
         gsm8k_accuracy.check_answer("")  # type: ignore[attr-defined]
@@ -252,7 +252,7 @@ def test_a_parameter_of_answers_needs_answers(
 ) -> None:
     """The rows' own column or their answers fill the parameter `solution`; without either it would always be None."""
     found = {"mine:f": of_a_solution, "mine:any": any_arguments}
-    monkeypatch.setattr(_check, "load_function", lambda name, *, search_path: found[name])
+    monkeypatch.setattr(reward_functions, "load_function", lambda name, *, search_path: found[name])
     other = "metric" if key == "function" else "function"
     config = config_with(**{key: "mine:f", other: "mine:any"})
     rows = {"train": ROWS, "validation": ROWS, "test": ROWS}

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from hf_algorithms.config import Config, parse_config
+from hf_algorithms.config import Config, build_sections, parse_config
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.trackers import TRACKERS, RunFacts, Status, _follow, prepare_tracking
 from hf_algorithms.trackers._tracker import hide_config_secrets, select_summary
@@ -80,7 +80,8 @@ def follow(config: Config, path: Path, act: Callable[[RunDirectory], None]) -> l
     notes: list[str] = []
     directory = RunDirectory(path, overwrite=True)
     directory.begin()
-    with prepare_tracking(config, search_path=[str(path.parent)]).follow(directory, notes.append):
+    tracking = prepare_tracking(config.run.trackers, config.run.on_metrics, search_path=[str(path.parent)])
+    with tracking.follow(directory, notes.append, sections=build_sections(config)):
         act(directory)
     return notes
 
@@ -112,7 +113,7 @@ def test_a_missing_library_names_its_extra() -> None:
         except PackageNotFoundError:
             expected = f"run.trackers: {name} is not installed. Install it: pip install 'hf-algorithms[{name}]'"
             with pytest.raises(ConfigError) as error:
-                prepare_tracking(build_config(trackers=[name]))
+                prepare_tracking([name])
             assert str(error.value) == expected
 
 
@@ -177,8 +178,8 @@ def test_a_hook_may_be_a_callable(tmp_path: Path) -> None:
     seen: list[int] = []
     directory = RunDirectory(tmp_path / "run")
     directory.begin()
-    tracking = prepare_tracking(build_config(), on_metrics=lambda iteration, metrics: seen.append(iteration))
-    with tracking.follow(directory, print):
+    tracking = prepare_tracking([], lambda iteration, metrics: seen.append(iteration))
+    with tracking.follow(directory, print, sections=build_sections(build_config())):
         write_three(directory)
     assert seen == [1, 2, 3]
 
@@ -203,7 +204,7 @@ def test_a_failing_hook_leaves_the_run_alone(tmp_path: Path) -> None:
 def test_a_wrong_hook_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     (tmp_path / "hooks.py").write_text(HOOKS)
     with pytest.raises(ConfigError) as error:
-        prepare_tracking(build_config(on_metrics=name), search_path=[str(tmp_path)])
+        prepare_tracking([], name, search_path=[str(tmp_path)])
     assert str(error.value).startswith(problem)
 
 

@@ -76,8 +76,8 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.models.sampler_adapters import describe_merging
     from hf_algorithms.preflight.checks import check_run
     from hf_algorithms.preflight.placement import require_mapper
+    from hf_algorithms.preflight.reward_functions import describe_logs
     from hf_algorithms.recipes import SupervisedRecipe
-    from hf_algorithms.rewards import describe_logs
     from hf_algorithms.run.display import build_console
     from hf_algorithms.run.supervised import check_supervised
 

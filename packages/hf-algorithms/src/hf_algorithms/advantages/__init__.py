@@ -8,6 +8,7 @@ the loss are elsewhere; nothing here knows workers or configuration files.
 
 from __future__ import annotations
 
+from hf_algorithms.advantages._estimator import Estimator
 from hf_algorithms.advantages._gae import GAE, LagrangianAdvantage
 from hf_algorithms.advantages._group import GroupAdvantage
 from hf_algorithms.advantages._reinforce import ReinforceAdvantage
@@ -20,6 +21,7 @@ from hf_algorithms.advantages.statistics import compute_score_metrics
 
 __all__ = [
     "GAE",
+    "Estimator",
     "FilterMetric",
     "GroupAdvantage",
     "LagrangianAdvantage",

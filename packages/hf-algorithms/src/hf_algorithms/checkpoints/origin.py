@@ -6,7 +6,6 @@ import glob
 import hashlib
 import json
 import os
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,9 +76,9 @@ def describe_origin(config: Config, directory: Path, search_path: Sequence[str])
     Raises:
         OSError: if an input cannot be read.
     """
-    from hf_algorithms.config import format_toml
+    from hf_algorithms.config import build_sections
 
-    sections = _locate(tomllib.loads(format_toml(config)))
+    sections = _locate(build_sections(config))
     return RunOrigin(
         directory=str(directory),
         sections=sections,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_algorithms.atomic_files import link_folder
 from hf_algorithms.checkpoints.best import BestCommits
@@ -26,15 +26,13 @@ from hf_algorithms.checkpoints.pending import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectoryError
-from hf_algorithms.run.summary import versions
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
     from hf_algorithms.config import RunConfig
     from hf_algorithms.run.directory import RunDirectory
-    from hf_algorithms.run.summary import RunSummary
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "SupportsSummary"]
 
 _MODEL = "model"
 """Folder of a run, and of a commit that `run.keep_best` keeps, with the weights in Hugging Face's format."""
@@ -47,6 +45,23 @@ def _find_unsaved(roles: Roles) -> list[str]:
         for role, group in roles.groups.items()
         if "save_state" not in group.methods and any(each.kind == "training" for each in group.methods.values())
     ]
+
+
+class SupportsSummary(Protocol):
+    """Numbers of a run that a commit holds, and to which its place and cost are added."""
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of what the numbers depend on."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Sets a number."""
+
+    def kept(self) -> Mapping[str, Any]:
+        """Returns the numbers that a run takes over when it goes on after a commit."""
+
+    def write(self) -> None:
+        """Writes the numbers so far."""
 
 
 class Checkpoints:
@@ -67,7 +82,7 @@ class Checkpoints:
         config: RunConfig,
         directory: RunDirectory,
         roles: Roles,
-        summary: RunSummary,
+        summary: SupportsSummary,
         note: Callable[[str], None],
         *,
         lower_is_better: bool = False,
@@ -205,7 +220,7 @@ class Checkpoints:
         return {"checkpoint/blocked_s": seconds, "checkpoint/share": self._cadence.share}
 
     def _commit(self, folder: Path, program: Program, files: Sequence[CommittedFile]) -> None:
-        write_commit(folder, program.iteration, files, ledger=program.ledger, versions=versions())
+        write_commit(folder, program.iteration, files, ledger=program.ledger, versions=self._summary.versions)
         self._prune()
         shutil.rmtree(self._place / WARM_START, ignore_errors=True)  # it is over
 

@@ -7,8 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_algorithms.data import DataReport, PreferenceDataset, describe_data, open_preferences
-from hf_algorithms.preflight.budgets import find_block_tokens, find_response_room
+from hf_algorithms.data import (
+    DataReport,
+    PreferenceDataset,
+    choose_block_tokens,
+    describe_data,
+    open_preferences,
+)
 from hf_algorithms.preflight.inputs import (
     DATA_SETS,
     build_turn_format,
@@ -16,8 +21,9 @@ from hf_algorithms.preflight.inputs import (
     load_model,
     load_row_sets,
 )
+from hf_algorithms.preflight.reward_functions import check_rewards
+from hf_algorithms.preflight.row_limits import find_response_room
 from hf_algorithms.recipes import SupervisedDataset, SupervisedRecipe
-from hf_algorithms.rewards import check_rewards
 from hf_algorithms.run.supervised import load_supervised
 
 if TYPE_CHECKING:
@@ -93,6 +99,9 @@ def describe_run_data(
     model = load_model(config, rows["train"], folder)
     turns = build_turn_format(config.data, model)
     context = find_response_room(config, model.shape)
+    blocks = choose_block_tokens(
+        config.data.block_tokens, context=model.shape.max_positions, budget=config.training.micro_batch_tokens
+    )
     reports: dict[str, DataReport | LearnedReport] = {}
     for name, part in rows.items():
         key = config.data.key_of(name)
@@ -107,7 +116,7 @@ def describe_run_data(
             max_new_tokens=config.rollout.max_new_tokens,
             max_prompt_tokens=config.data.max_prompt_tokens,
             too_long=config.data.too_long,
-            block_tokens=find_block_tokens(config, model.shape.max_positions),
+            block_tokens=blocks,
         )
     check_rewards(config, {name: part for name, part in rows.items() if name in DATA_SETS}, search_path=search_path)
     return reports

@@ -22,7 +22,7 @@ from hf_algorithms.config._sections import (
     TrainingConfig,
     WarmStartConfig,
 )
-from hf_algorithms.config._writing import format_toml
+from hf_algorithms.config._writing import build_sections, format_toml
 
 __all__ = [
     "ClusterConfig",
@@ -44,6 +44,7 @@ __all__ = [
     "TrainingConfig",
     "WarmStartConfig",
     "build_new",
+    "build_sections",
     "config_keys",
     "describe_keys",
     "format_commented",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
@@ -12,10 +12,7 @@ from hf_algorithms.recipes import Recipe, SupervisedRecipe
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show
 
-if TYPE_CHECKING:
-    from hf_algorithms.config._sections import Config
-
-__all__ = ["EvaluationConfig", "find_idle_rollout", "find_wrong_sets", "refuse_evaluation"]
+__all__ = ["EvaluationConfig", "find_wrong_sets", "refuse_evaluation"]
 
 _LEAST_TEMPERATURE = 1e-6
 """Logits divided by less may overflow."""
@@ -90,14 +87,4 @@ def refuse_evaluation(recipe: Recipe, unknown: Sequence[str]) -> None:
         raise ConfigError(
             f"[[evaluation]]: the model of {recipe.name} generates nothing that a metric could score. Remove it; the "
             "pairs of data.validation are evaluated every run.eval_every iterations"
-        )
-
-
-def find_idle_rollout(config: Config) -> Iterator[str]:
-    """Yields a line for a key of `[rollout]` in a supervised run that generates nothing."""
-    given = sorted(config.rollout.model_fields_set)
-    if given and not config.evaluation and isinstance(config.recipe, SupervisedRecipe):
-        yield (
-            f"rollout.{given[0]}: {config.algorithm.name} generates for [[evaluation]] alone, which is absent. Add a "
-            "table [[evaluation]], or remove the key"
         )

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pydantic import ValidationError, create_model
 
-from hf_algorithms.config._evaluation import find_idle_rollout, find_wrong_sets, refuse_evaluation
+from hf_algorithms.config._evaluation import find_wrong_sets, refuse_evaluation
 from hf_algorithms.config._keys import config_keys, hint, hint_nested, list_unknown
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
@@ -166,12 +166,22 @@ def _check_meaning(config: Config) -> None:
         ),
         *_find_wrong_scorers(config),
         *_find_idle_rollback(config),
-        *find_idle_rollout(config),
+        *_find_idle_rollout(config),
         *_find_idle_store(config),
         *find_wrong_sets(config.evaluation, has_metric=not config.reward.evaluates_model),
     ]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _find_idle_rollout(config: Config) -> Iterator[str]:
+    """Yields a line for a key of `[rollout]` in a supervised run that generates nothing."""
+    given = sorted(config.rollout.model_fields_set)
+    if given and not config.evaluation and isinstance(config.recipe, SupervisedRecipe):
+        yield (
+            f"rollout.{given[0]}: {config.algorithm.name} generates for [[evaluation]] alone, which is absent. Add a "
+            "table [[evaluation]], or remove the key"
+        )
 
 
 def _find_idle_rollback(config: Config) -> list[str]:

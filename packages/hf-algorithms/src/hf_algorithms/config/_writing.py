@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from hf_protocols.toml import format_toml_value
 if TYPE_CHECKING:
     from hf_algorithms.config._sections import Config
 
-__all__ = ["find_switched_off", "find_used", "format_toml", "is_read", "without_none"]
+__all__ = ["build_sections", "find_switched_off", "find_used", "format_toml", "is_read", "without_none"]
 
 
 def format_toml(config: Config) -> str:
@@ -31,6 +32,11 @@ def format_toml(config: Config) -> str:
     for each in map(without_none, evaluations):
         lines += ["[[evaluation]]", *(f"{key} = {format_toml_value(value)}" for key, value in each.items()), ""]
     return "\n".join(lines)
+
+
+def build_sections(config: Config) -> dict[str, Any]:
+    """Returns the sections of the resolved configuration as they read back from TOML, see `format_toml`."""
+    return tomllib.loads(format_toml(config))
 
 
 def is_read(config: Config, section: str) -> bool:

@@ -36,7 +36,7 @@ from hf_algorithms.data._rows import (
     write_rows,
 )
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
-from hf_algorithms.data._text_blocks import TextBlocks
+from hf_algorithms.data._text_blocks import TextBlocks, choose_block_tokens
 from hf_algorithms.data._tokenizers import (
     build_character_tokenizer,
     load_tokenizer,
@@ -82,6 +82,7 @@ __all__ = [
     "TurnFormat",
     "TurnTokens",
     "build_character_tokenizer",
+    "choose_block_tokens",
     "count_spare_logits",
     "cut_to",
     "decode_responses",

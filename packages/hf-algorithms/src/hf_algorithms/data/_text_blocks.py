@@ -19,7 +19,7 @@ from hf_protocols.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["TextBlocks"]
+__all__ = ["TextBlocks", "choose_block_tokens"]
 
 _TYPE = "i"
 _ID_BYTES = array(_TYPE).itemsize
@@ -150,3 +150,25 @@ class TextBlocks:
         found = array(_TYPE)
         found.frombytes(os.pread(self._file.fileno(), (end - start) * _ID_BYTES, start * _ID_BYTES))
         return found.tolist()
+
+
+def choose_block_tokens(given: int | None, *, context: int, budget: int) -> int:
+    """Returns the tokens of a block: `given`, or as many as fit up to `TextBlocks.default_tokens`.
+
+    Args:
+        given: `data.block_tokens`; None: it is left out.
+        context: tokens of the model's context.
+        budget: tokens of a forward pass, `training.micro_batch_tokens`.
+
+    Raises:
+        ConfigError: for more than the model's context or a forward pass takes.
+    """
+    most = min(context, budget)
+    if given is not None and given > most:
+        bound = (
+            f"the model's context of {context} tokens"
+            if context <= budget
+            else f"training.micro_batch_tokens = {budget}"
+        )
+        raise ConfigError(f"data.block_tokens = {given}: exceeds {bound}. Lower it to at most {most}")
+    return given or min(most, TextBlocks.default_tokens)

@@ -18,7 +18,7 @@ from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_li
 from hf_algorithms.evaluation.generation import NO_OPTIONS, Policy, read_policy, read_prompts
 from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.evaluation.sets import SetResult, evaluate_set
-from hf_algorithms.rewards import check_metric
+from hf_algorithms.preflight.reward_functions import check_metric
 from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
 from hf_protocols.validation import show

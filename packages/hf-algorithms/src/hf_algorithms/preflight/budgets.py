@@ -1,12 +1,12 @@
-"""Rows against what bounds them: the model's context, the token budget of a forward pass, the ranks that share them."""
+"""Rows and calls of a run against what bounds them: context, token budgets, caches, the ranks that share rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
+from hf_algorithms.preflight.row_limits import RowLimit, RowTokens, find_bound, find_context, find_long_rows
 from hf_engine import ChecksRows, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.validation import show
@@ -15,55 +15,22 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config, RolloutConfig
     from hf_algorithms.preflight.inputs import ModelInputs, RunInputs
     from hf_algorithms.preflight.walk import PlannedCall
-    from hf_protocols import MappingPlan, ModelShape
+    from hf_protocols import MappingPlan
 
 __all__ = [
-    "RowTokens",
     "check_blocks",
     "check_cache",
     "check_calls",
     "check_context",
     "check_row_cache",
     "check_scorers",
-    "find_block_tokens",
-    "find_prompt_room",
-    "find_response_room",
 ]
 
 _BATCH_KEYS = {
     "generation": "rollout.batch_size",
     "training": "rollout.batch_size * rollout.samples_per_prompt / algorithm.mini_batches",
 }
-_CONTEXT_NAME = "the model's context of {} tokens"
-_RAISE_BUDGET = "raise training.micro_batch_tokens"
 _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowTokens:
-    """Tokens of each row of a data set: its prompt, and the longest response that it may have.
-
-    `source` is where the rows come from, for messages, and `where` says it of one row.
-    """
-
-    source: str
-    where: Callable[[int], str]
-    prompts: Sequence[int]
-    responses: Sequence[int]
-
-    @property
-    def totals(self) -> list[int]:
-        """Prompt and response together, by row."""
-        return [prompt + response for prompt, response in zip(self.prompts, self.responses, strict=True)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limit:
-    """A bound on the tokens of one row: how messages name it, and what raises it."""
-
-    tokens: int
-    name: str
-    remedy: str
 
 
 def check_context(config: Config, inputs: RunInputs) -> None:
@@ -77,54 +44,13 @@ def check_context(config: Config, inputs: RunInputs) -> None:
         RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=[new] * len(data))
         for data in (inputs.train, inputs.validation, inputs.test)
     ]
-    limit = _find_context(config, inputs.model.shape)
-    problems = [*_find_long_rows(rows, limit, new)]
+    limit = find_context(config, inputs.model.shape)
+    problems = [*find_long_rows(rows, limit, new)]
     if isinstance(data := inputs.pretraining, PromptDataset):
         learned = data.response_lengths(new)
         row = RowTokens(source=data.source, where=data.where, prompts=data.prompt_lengths, responses=learned)
-        problems += _find_long_rows([row], _find_bound(config, inputs.model.shape), new)
+        problems += find_long_rows([row], find_bound(config, inputs.model.shape), new)
     _refuse(problems)
-
-
-def find_prompt_room(config: Config, shape: ModelShape) -> int | None:
-    """Tokens that a prompt may have where longer ones are dropped or cut, or `data.max_prompt_tokens` bounds them.
-
-    Without either it is None: a row that does not fit is then refused with all that could be changed.
-    """
-    given = config.data.max_prompt_tokens
-    if config.data.too_long == "error":
-        return given
-    context = _find_bound(config, shape).tokens
-    room = context - config.rollout.max_new_tokens
-    return given if room < 1 else min(room, given or room)
-
-
-def find_response_room(config: Config, shape: ModelShape) -> int:
-    """Tokens of a prompt and its response together: what the model's context and a forward pass take.
-
-    Raises:
-        ConfigError: if `rollout.max_new_tokens` leaves none for a prompt.
-    """
-    bound, new = _find_bound(config, shape), config.rollout.max_new_tokens
-    if new >= bound.tokens:
-        raise ConfigError(
-            f"rollout.max_new_tokens = {new} exceeds {bound.name}: a prompt and its response have together at most "
-            f"{bound.tokens} tokens. Lower rollout.max_new_tokens"
-        )
-    return bound.tokens
-
-
-def find_block_tokens(config: Config, max_positions: int) -> int:
-    """Tokens of a block of texts: those of `data.block_tokens`, or by default at most 512 that fit.
-
-    Raises:
-        ConfigError: for more than the model's context or a forward pass takes.
-    """
-    context = _Limit(tokens=max_positions, name=_CONTEXT_NAME.format(max_positions), remedy="")
-    most, given = min(context, _find_budget(config), key=lambda each: each.tokens), config.data.block_tokens
-    if given is not None and given > most.tokens:
-        raise ConfigError(f"data.block_tokens = {given}: exceeds {most.name}. Lower it to at most {most.tokens}")
-    return given or min(most.tokens, TextBlocks.default_tokens)
 
 
 def check_blocks(config: Config, plan: MappingPlan, inputs: RunInputs) -> None:
@@ -236,67 +162,15 @@ def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall],
         name = f"training.micro_batch_tokens = {tokens}"
         if is_given:
             name = f"micro_batch_tokens = {tokens} of {', '.join(roles)} in the plan"
-        limit = _Limit(tokens=tokens, name=f"{name}, which bounds a forward pass", remedy=f"raise {name.split()[0]}")
+        limit = RowLimit(tokens=tokens, name=f"{name}, which bounds a forward pass", remedy=f"raise {name.split()[0]}")
         rows = [call.tokens for call in passes if call.role in roles]
-        problems += _find_long_rows(rows, limit, config.rollout.max_new_tokens)
+        problems += find_long_rows(rows, limit, config.rollout.max_new_tokens)
     _refuse(problems)
 
 
 def _refuse(problems: Iterable[str]) -> None:
     if lines := list(dict.fromkeys(problems)):
         raise ConfigError("\n".join(lines))
-
-
-def _find_context(config: Config, shape: ModelShape) -> _Limit:
-    tokens = shape.max_positions
-    engine = config.rollout.options.get("max_positions")
-    if type(engine) is int and engine < tokens:
-        remedy = "raise rollout.options.max_positions"
-        return _Limit(tokens=engine, name=f"rollout.options.max_positions = {engine}", remedy=remedy)
-    remedy = "raise model.max_positions" if config.model.path is None else "choose a model whose context has room for"
-    return _Limit(tokens=tokens, name=_CONTEXT_NAME.format(tokens), remedy=remedy)
-
-
-def _find_budget(config: Config) -> _Limit:
-    tokens = config.training.micro_batch_tokens
-    return _Limit(tokens=tokens, name=f"training.micro_batch_tokens = {tokens}", remedy=_RAISE_BUDGET)
-
-
-def _find_bound(config: Config, shape: ModelShape) -> _Limit:
-    """Context or budget of a forward pass, the smaller of them."""
-    return min(_find_context(config, shape), _find_budget(config), key=lambda each: each.tokens)
-
-
-def _find_long_rows(rows: Iterable[RowTokens], limit: _Limit, max_new_tokens: int) -> Iterator[str]:
-    """A line for every file with rows above the limit, or one where no row could be below it."""
-    worst: dict[str, RowTokens] = {}
-    for each in rows:
-        known = worst.get(each.source)
-        if known is None or max(each.totals) > max(known.totals):
-            worst[each.source] = each
-    needed = max((max(each.totals) for each in worst.values()), default=0)
-    if needed <= limit.tokens:
-        return
-    room = limit.tokens - max(max(each.prompts) for each in worst.values())
-    lower = f"lower rollout.max_new_tokens to at most {room}" if room > 0 else "lower rollout.max_new_tokens"
-    raised = f"{limit.remedy} to at least {needed}" if "raise" in limit.remedy else f"{limit.remedy} {needed} tokens"
-    if max_new_tokens >= limit.tokens:
-        yield (
-            f"rollout.max_new_tokens = {max_new_tokens} exceeds {limit.name}: a prompt and its response have "
-            f"together at most {limit.tokens} tokens. {_start(lower)}, or {raised}"
-        )
-        return
-    for each in worst.values():
-        totals = each.totals
-        if (longest := max(totals)) > limit.tokens:
-            row = totals.index(longest)
-            others = sum(total > limit.tokens for total in totals) - 1
-            yield (
-                f"{each.where(row)}: its prompt of {each.prompts[row]} tokens and a response of up to "
-                f"{each.responses[row]} (rollout.max_new_tokens = {max_new_tokens}) are {longest} tokens, above "
-                f"{limit.name}{f'; so are {others} other rows' if others else ''}. "
-                f"{_start(raised)}, {lower}, shorten the prompt, or set data.too_long"
-            )
 
 
 def _find_shortages(config: Config, calls: Iterable[PlannedCall], *, is_given: bool) -> Iterator[str]:
@@ -327,7 +201,3 @@ def _group_by_budget(plan: MappingPlan, passes: Iterable[PlannedCall]) -> dict[i
     for role in dict.fromkeys(call.role for call in passes):
         found.setdefault(plan.models[role].micro_batch_tokens, []).append(role)
     return found
-
-
-def _start(text: str) -> str:
-    return text[0].upper() + text[1:]

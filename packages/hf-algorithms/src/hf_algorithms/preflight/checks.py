@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from hf_algorithms.models.adapters import MERGED_MODELS, check_adapters, merge_given_adapters
 from hf_algorithms.models.sampler_adapters import find_sent
 from hf_algorithms.preflight.budgets import check_blocks, check_cache, check_calls, check_context, check_scorers
+from hf_algorithms.preflight.evaluation_sets import check_evaluations, load_evaluation_rows, tokenize_evaluations
 from hf_algorithms.preflight.inputs import DATA_SETS, RunInputs, load_model, load_row_sets, tokenize_inputs
 from hf_algorithms.preflight.placement import (
     check_batches,
@@ -23,9 +24,8 @@ from hf_algorithms.preflight.placement import (
     check_train_backends,
     plan_placement,
 )
+from hf_algorithms.preflight.reward_functions import check_rewards
 from hf_algorithms.preflight.walk import walk_calls
-from hf_algorithms.rewards import check_rewards
-from hf_algorithms.run.evaluations import check_evaluations, load_evaluation_rows, tokenize_evaluations
 from hf_protocols import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check_run(
             model = load_model(config, rows["train"], folder)
             inputs = tokenize_inputs(config, rows, model)
             if len(evaluated) == len(config.evaluation):
-                inputs = replace(inputs, evaluations=tokenize_evaluations(config, evaluated, inputs))
+                inputs = replace(inputs, evaluations=tokenize_evaluations(config, evaluated, model, inputs.turns))
             check_context(config, inputs)
             check_scorers(config, inputs)
             check_adapters(config, inputs.models)

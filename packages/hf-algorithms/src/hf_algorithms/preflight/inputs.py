@@ -8,14 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from hf_algorithms.config import Config, DataConfig
-from hf_algorithms.data import Kind, PromptDataset, PromptRows, TextBlocks, TurnFormat, open_rows, read_template
+from hf_algorithms.data import (
+    Kind,
+    PromptDataset,
+    PromptRows,
+    TextBlocks,
+    TurnFormat,
+    choose_block_tokens,
+    open_rows,
+    read_template,
+)
 from hf_algorithms.models.initial_model import InitialModel, build_initial_model
 from hf_algorithms.models.role_models import find_role_models, list_main_backends
-from hf_algorithms.preflight.budgets import find_block_tokens, find_prompt_room
+from hf_algorithms.preflight.row_limits import find_prompt_room
 from hf_protocols.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from hf_algorithms.run.evaluations import EvaluationInputs
+    from hf_algorithms.preflight.evaluation_sets import EvaluationInputs
 
 __all__ = [
     "DATA_SETS",
@@ -174,7 +183,11 @@ def tokenize_inputs(config: Config, rows: dict[str, PromptRows], model: InitialM
         sets["pretraining"] = TextBlocks(
             rows["pretraining"],
             turns,
-            block_tokens=find_block_tokens(config, model.shape.max_positions),
+            block_tokens=choose_block_tokens(
+                config.data.block_tokens,
+                context=model.shape.max_positions,
+                budget=config.training.micro_batch_tokens,
+            ),
             source=config.data.describe("pretraining"),
         )
     models = find_role_models(config, model)

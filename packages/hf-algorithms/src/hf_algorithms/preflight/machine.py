@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_algorithms.rewards import check_servers
+from hf_algorithms.preflight.reward_functions import check_servers
 from hf_controller import check_local_start, choose_store_bytes
 from hf_protocols import ConfigError, read_machine_limits
 from hf_protocols.validation import show

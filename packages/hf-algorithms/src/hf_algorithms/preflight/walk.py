@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation.validation import request_divergence, request_evaluation
-from hf_algorithms.preflight.budgets import RowTokens
+from hf_algorithms.preflight.row_limits import RowTokens
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE, check_calls_outputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
@@ -11,18 +11,15 @@ from pydantic import Field
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.recipes._recipe import Recipe
-from hf_protocols.errors import ConfigError
-from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_algorithms.config import Config
     from hf_algorithms.data import FileRows, RowOrder
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture
 
-__all__ = ["UNREAD_OF_PAIRS", "SupervisedConfig", "SupervisedDataset", "SupervisedRecipe", "refuse_unread"]
+__all__ = ["UNREAD_OF_PAIRS", "SupervisedConfig", "SupervisedDataset", "SupervisedRecipe"]
 
 UNREAD_OF_PAIRS = ("answer_field", "block_tokens", "max_prompt_tokens", "pretraining", "too_long")
 """Keys of `[data]` that mean nothing for preference pairs."""
@@ -85,22 +82,25 @@ class SupervisedRecipe(Recipe):
 
     Attributes:
         columns: of the batch that its step is given.
-        open_rows: returns the rows of a data set; called as `open_rows(sources, config)` with the paths and weights
-            of its sources, or None in place of a weight, and the run's configuration.
-        build_dataset: returns rows as token ids; called as
-            `build_dataset(rows, tokenizer, max_tokens=, source=, turns=, config=)`.
+        open_rows: returns the rows of a data set; called as `open_rows(sources, config, prompt_field=, answer_field=)`
+            with the paths and weights of its sources, or None in place of a weight, with `[algorithm]`, and with keys
+            of `[data]`.
+        build_dataset: returns rows as token ids; called as `build_dataset(rows, tokenizer, max_tokens=, source=,
+            turns=, budget_tokens=, block_tokens=, too_long=)`: with the tokens of the model's context, the key and
+            value that name the file, the format of turns, the tokens of a forward pass, and keys of `[data]`.
         evaluate: returns numbers by name; called as `evaluate(roles, batch, num_rows, config)` with `[algorithm]`.
         metric: name of the number that says how good the model is.
         lower_is_better: True for a metric that falls as the model improves.
         sequences_per_row: that a row costs in a forward pass.
         defaults: values of keys that a file leaves out, by `section.key`, in place of the general ones.
         unused: sections of the configuration that mean nothing for it, and keys of others as `section.key`.
+        unread_data: keys of `[data]` that mean nothing for it; a run with one is refused.
         generator: worker of the trained role in a run that generates for `[[evaluation]]`; None: the model generates
             nothing.
     """
 
     columns: tuple[str, ...]
-    open_rows: Callable[[Sequence[tuple[str, float | None]], Any], FileRows[Any]]
+    open_rows: Callable[..., FileRows[Any]]
     build_dataset: Callable[..., SupervisedDataset]
     evaluate: Callable[[Roles, BatchFuture, int, Any], Mapping[str, float]]
     metric: str
@@ -108,6 +108,7 @@ class SupervisedRecipe(Recipe):
     sequences_per_row: int = 1
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     unused: tuple[str, ...] = ("warm_start", "rollout", "reward", "cost", "evaluation")
+    unread_data: tuple[str, ...] = ()
     generator: str | None = None
 
     def fill(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,19 +140,3 @@ UNUSED_BY_POLICIES = (
     ),
 )
 """Sections and keys without a meaning for a supervised policy: `[[evaluation]]` has draws of its own."""
-
-
-def refuse_unread(config: Config, keys: Iterable[str], command: str) -> None:
-    """Refuses keys of `[data]` that would have no effect.
-
-    Args:
-        config: of the run.
-        keys: names in `[data]` that the recipe does not read.
-        command: of `hybridflow`, for the message.
-
-    Raises:
-        ConfigError: for the first of them that has another value than its default.
-    """
-    for key in keys:
-        if (value := getattr(config.data, key)) != type(config.data).model_fields[key].default:
-            raise ConfigError(f"data.{key} = {show(value)}: `hybridflow {command}` does not read it. Remove it")

@@ -24,14 +24,12 @@ from hf_algorithms.recipes._supervised import (
     UNUSED_BY_POLICIES,
     SupervisedConfig,
     SupervisedRecipe,
-    refuse_unread,
 )
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_algorithms.config import Config
-    from hf_algorithms.data import FileRows, PairRowsDataset, PreferenceRow
+    from hf_algorithms.data import FileRows, PairRowsDataset, PreferenceRow, TurnFormat
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
@@ -55,27 +53,38 @@ def step(roles: Roles, pairs: BatchFuture, config: DPOConfig, context: StepConte
     return [roles.actor.update_actor(batch, config.build_loss())]
 
 
-def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> FileRows[PreferenceRow]:
+def open_pairs(
+    sources: Iterable[tuple[str, float | None]],
+    config: DPOConfig,
+    *,
+    prompt_field: str | None,
+    answer_field: str | None,
+) -> FileRows[PreferenceRow]:
     """Opens the pairs of a data set.
 
     Raises:
-        ConfigError: for a key of `[data]` that would have no effect.
         DataError: as `open_preferences` does.
     """
     from hf_algorithms.data import open_preferences
 
-    refuse_unread(config, UNREAD_OF_PAIRS, "dpo")
-    return open_preferences(sources, prompt_field=config.data.prompt_field)
+    del config, answer_field
+    return open_preferences(sources, prompt_field=prompt_field)
 
 
 def build_dataset(
-    rows: Sequence[PreferenceRow], tokenizer: PreTrainedTokenizerBase, *, config: Config, **options: Any
+    rows: Sequence[PreferenceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    turns: TurnFormat,
+    **of_answers: Any,
 ) -> PairRowsDataset:
     """Returns the pairs as token ids; see `PairRowsDataset`."""
     from hf_algorithms.data import PairRowsDataset
 
-    del config
-    return PairRowsDataset(rows, tokenizer, **options)
+    del of_answers
+    return PairRowsDataset(rows, tokenizer, max_tokens=max_tokens, source=source, turns=turns)
 
 
 def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: DPOConfig) -> dict[str, float]:
@@ -120,5 +129,6 @@ DPO = SupervisedRecipe(
     unused=UNUSED_BY_POLICIES,
     generator=GENERATOR,
     metric="accuracy",
+    unread_data=UNREAD_OF_PAIRS,
     sequences_per_row=2,
 )

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.recipes._config import Coefficient
 from hf_algorithms.recipes._recipe import Role, StepContext
-from hf_algorithms.recipes._supervised import UNREAD_OF_PAIRS, SupervisedConfig, SupervisedRecipe, refuse_unread
+from hf_algorithms.recipes._supervised import UNREAD_OF_PAIRS, SupervisedConfig, SupervisedRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_algorithms.config import Config
-    from hf_algorithms.data import FileRows, PreferenceDataset, PreferenceRow
+    from hf_algorithms.data import FileRows, PreferenceDataset, PreferenceRow, TurnFormat
     from hf_algorithms.losses import CostRankingLoss, RankingLoss
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
@@ -58,28 +57,38 @@ def step(roles: Roles, pairs: BatchFuture, config: RewardModelConfig, context: S
     return [roles.reward_model.update_scores(pairs, config.build_loss())]
 
 
-def open_pairs(sources: Iterable[tuple[str, float | None]], config: Config) -> FileRows[PreferenceRow]:
+def open_pairs(
+    sources: Iterable[tuple[str, float | None]],
+    config: RewardModelConfig,
+    *,
+    prompt_field: str | None,
+    answer_field: str | None,
+) -> FileRows[PreferenceRow]:
     """Opens the pairs of a data set.
 
     Raises:
-        ConfigError: for a key of `[data]` that would have no effect.
         DataError: as `open_preferences` does.
     """
     from hf_algorithms.data import open_preferences
 
-    refuse_unread(config, UNREAD_OF_PAIRS, "reward-model")
-    algorithm: Any = config.algorithm
-    return open_preferences(sources, labels=algorithm.labels, prompt_field=config.data.prompt_field)
+    del answer_field
+    return open_preferences(sources, labels=config.labels, prompt_field=prompt_field)
 
 
 def build_dataset(
-    rows: Sequence[PreferenceRow], tokenizer: PreTrainedTokenizerBase, *, config: Config, **options: Any
+    rows: Sequence[PreferenceRow],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int,
+    source: str,
+    turns: TurnFormat,
+    **of_answers: Any,
 ) -> PreferenceDataset:
     """Returns the pairs as token ids; see `PreferenceDataset`."""
     from hf_algorithms.data import PreferenceDataset
 
-    del config
-    return PreferenceDataset(rows, tokenizer, **options)
+    del of_answers
+    return PreferenceDataset(rows, tokenizer, max_tokens=max_tokens, source=source, turns=turns)
 
 
 def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: RewardModelConfig) -> dict[str, float]:
@@ -118,5 +127,6 @@ REWARD_MODEL_TRAINING = SupervisedRecipe(
     build_dataset=build_dataset,
     evaluate=evaluate,
     metric="accuracy",
+    unread_data=UNREAD_OF_PAIRS,
     sequences_per_row=2,
 )

@@ -20,7 +20,6 @@ from hf_algorithms.recipes._supervised import (
     UNUSED_BY_POLICIES,
     SupervisedConfig,
     SupervisedRecipe,
-    refuse_unread,
 )
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.validation import show
@@ -28,8 +27,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hf_algorithms.config import Config
-    from hf_algorithms.data import AnswerDataset, Kind, LearnedBlocks, PromptRows, TurnFormat
+    from hf_algorithms.data import AnswerDataset, Kind, LearnedBlocks, PromptRows, TooLong, TurnFormat
     from hf_algorithms.roles import Roles
     from hf_controller import BatchFuture, MetricsFuture
 
@@ -54,26 +52,26 @@ def step(roles: Roles, rows: BatchFuture, config: SFTConfig, context: StepContex
     return [roles.actor.update_actor(rows, SupervisedLoss())]
 
 
-def open_answers(sources: Sequence[tuple[str, float | None]], config: Config) -> PromptRows:
+def open_answers(
+    sources: Sequence[tuple[str, float | None]],
+    config: SFTConfig,
+    *,
+    prompt_field: str | None,
+    answer_field: str | None,
+) -> PromptRows:
     """Opens the rows of a data set.
 
     Raises:
-        ConfigError: for a key of `[data]` that would have no effect.
         DataError: as `open_rows` does, and for preference pairs or files of two kinds.
     """
     from hf_algorithms.data import open_rows
 
-    refuse_unread(config, ("max_prompt_tokens", "pretraining"), "sft")
-    data = config.data
+    del config
     rows = open_rows(
-        sources,
-        prompt_field=data.prompt_field,
-        answer_field=data.answer_field,
-        promptless=_PROMPTLESS,
-        is_learned=True,
+        sources, prompt_field=prompt_field, answer_field=answer_field, promptless=_PROMPTLESS, is_learned=True
     )
     kinds = {file.columns.kind: file.path for file in rows.files}
-    if "preferences" in kinds and data.answer_field is None:
+    if "preferences" in kinds and answer_field is None:
         raise DataError(
             f"{kinds['preferences']} has two responses to a prompt, of which one is preferred. Use `hybridflow dpo`, "
             "or set data.answer_field to the column to learn"
@@ -91,23 +89,28 @@ def build_dataset(
     max_tokens: int,
     source: str,
     turns: TurnFormat,
-    config: Config,
+    budget_tokens: int,
+    block_tokens: int | None,
+    too_long: TooLong,
 ) -> AnswerDataset | LearnedBlocks:
-    """Returns the rows as token ids; see `AnswerDataset`, and `LearnedBlocks` for texts."""
-    from hf_algorithms.data import AnswerDataset, LearnedBlocks
-    from hf_algorithms.preflight.budgets import find_block_tokens
+    """Returns the rows as token ids; see `AnswerDataset`, and `LearnedBlocks` for texts.
 
-    data = config.data
+    Raises:
+        ConfigError: for a length of blocks without texts, or above a forward pass.
+    """
+    from hf_algorithms.data import AnswerDataset, LearnedBlocks, choose_block_tokens
+
     if rows.files[0].columns.kind == "texts":
-        return LearnedBlocks(rows, turns, block_tokens=find_block_tokens(config, max_tokens), source=source)
-    if data.block_tokens is not None:
+        size = choose_block_tokens(block_tokens, context=max_tokens, budget=budget_tokens)
+        return LearnedBlocks(rows, turns, block_tokens=size, source=source)
+    if block_tokens is not None:
         raise ConfigError(
-            f"data.block_tokens = {show(data.block_tokens)}: {source} has no texts, and only texts are split into "
+            f"data.block_tokens = {show(block_tokens)}: {source} has no texts, and only texts are split into "
             "blocks. Remove the key"
         )
-    if data.too_long != "error":  # otherwise what a forward pass has no room for is refused, with the key to raise
-        max_tokens = min(max_tokens, config.training.micro_batch_tokens)
-    return AnswerDataset(rows, tokenizer, max_tokens=max_tokens, source=source, turns=turns, too_long=data.too_long)
+    if too_long != "error":  # otherwise what a forward pass has no room for is refused, with the key to raise
+        max_tokens = min(max_tokens, budget_tokens)
+    return AnswerDataset(rows, tokenizer, max_tokens=max_tokens, source=source, turns=turns, too_long=too_long)
 
 
 def evaluate(roles: Roles, rows: BatchFuture, num_rows: int, config: SFTConfig) -> dict[str, float]:
@@ -132,6 +135,7 @@ SFT = SupervisedRecipe(
     build_dataset=build_dataset,
     evaluate=evaluate,
     unused=UNUSED_BY_POLICIES,
+    unread_data=("max_prompt_tokens", "pretraining"),
     generator=GENERATOR,
     metric="loss",
     lower_is_better=True,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.replay.batches import write_batch
@@ -21,10 +21,19 @@ from hf_protocols.foreign_code import Caught
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_algorithms.workers._trained import TrainedWorker
     from hf_controller import WorkerContext
 
-__all__ = ["CALL", "REPLAY", "SCHEMA", "STATE", "Recorder", "describe_replay", "record_call", "write_call"]
+__all__ = [
+    "CALL",
+    "REPLAY",
+    "SCHEMA",
+    "STATE",
+    "Recorder",
+    "SupportsRecording",
+    "describe_replay",
+    "record_call",
+    "write_call",
+]
 
 REPLAY = "replay"
 """Folder of a run that holds recorded calls: `replay/<iteration>/<role>/rank-<rank>`."""
@@ -50,15 +59,36 @@ class Recorder:
     kwargs: Mapping[str, Any]
 
 
+class SupportsRecording(Protocol):
+    """A worker whose updates are recorded, as each `TrainedWorker` is.
+
+    Attributes:
+        recorder: records updates that fail; None: none is recorded.
+        has_recorded: an update was recorded.
+        pretraining: rows that the next update learns in addition to its batch.
+    """
+
+    recorder: Recorder | None
+    has_recorded: bool
+    pretraining: TensorDict | None
+
+    @property
+    def context(self) -> WorkerContext:
+        """Place of the worker in its group."""
+
+    def save_state_apart(self, path: str) -> None:
+        """Writes the model's state without touching one that is still written. Collective."""
+
+
 def record_call(method: Method) -> Method:
-    """For an update of a `TrainedWorker`: a call that fails is recorded, and the first one that is left out.
+    """For an update of a worker that supports it: a call that fails is recorded, and the first one that is left out.
 
     The state of the model is recorded too where all ranks fail alike, as of a loss that is not finite: to save one, all
     of them meet.
     """
 
     @wraps(method)
-    def call(self: TrainedWorker, batch: TensorDict, *args: Any, **kwargs: Any) -> Any:
+    def call(self: SupportsRecording, batch: TensorDict, *args: Any, **kwargs: Any) -> Any:
         held = self.pretraining
         given = signature(method).bind(self, batch, *args, **kwargs).arguments
         arguments = {name: value for name, value in given.items() if name not in ("self", "batch")}
@@ -78,7 +108,7 @@ def record_call(method: Method) -> Method:
 
 
 def _record(
-    worker: TrainedWorker,
+    worker: SupportsRecording,
     method: str,
     arguments: Mapping[str, Any],
     batches: Mapping[str, TensorDict],

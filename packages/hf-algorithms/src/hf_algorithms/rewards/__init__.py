@@ -6,14 +6,7 @@ results mean, and verifiers. Workers, which read batches, and the configuration 
 
 from __future__ import annotations
 
-from hf_algorithms.rewards._check import (
-    SupportsAnswerCheck,
-    answers_checked_by,
-    check_metric,
-    check_rewards,
-    check_servers,
-    describe_logs,
-)
+from hf_algorithms.rewards._answer_checks import SupportsAnswerCheck, answers_checked_by
 from hf_algorithms.rewards._combine import combine_scores
 from hf_algorithms.rewards._conventions import CONVENTIONS, Binding, Convention, Style, bind_function
 from hf_algorithms.rewards._exact_match import exact_match
@@ -42,11 +35,7 @@ __all__ = [
     "TrainerState",
     "answers_checked_by",
     "bind_function",
-    "check_metric",
-    "check_rewards",
-    "check_servers",
     "combine_scores",
-    "describe_logs",
     "exact_match",
     "find_final_number",
     "gsm8k_accuracy",

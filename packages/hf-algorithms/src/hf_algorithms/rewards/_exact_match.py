@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_algorithms.rewards._check import answers_checked_by
+from hf_algorithms.rewards._answer_checks import answers_checked_by
 
 __all__ = ["exact_match"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from hf_algorithms.rewards._check import answers_checked_by
+from hf_algorithms.rewards._answer_checks import answers_checked_by
 from hf_algorithms.rewards._numbers import find_numbers, plain_text, read_number
 from hf_protocols.validation import show
 

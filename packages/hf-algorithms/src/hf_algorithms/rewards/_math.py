@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from hf_algorithms.rewards._check import answers_checked_by
+from hf_algorithms.rewards._answer_checks import answers_checked_by
 from hf_algorithms.rewards._numbers import find_final_number, read_answer
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show

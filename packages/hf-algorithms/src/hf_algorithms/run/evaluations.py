@@ -1,95 +1,22 @@
-"""The sets of `[[evaluation]]`: read and checked before a run starts, evaluated when their iteration has come."""
+"""The sets of `[[evaluation]]` in a run: evaluated when their iteration has come."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.data import PromptDataset, PromptRows, open_rows
-from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, check_room, name_metrics
+from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, name_metrics
 from hf_algorithms.evaluation.sets import evaluate_set
-from hf_algorithms.rewards import check_metric
-from hf_protocols import DataError
-from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import Config, EvaluationConfig
+    from hf_algorithms.config import Config
+    from hf_algorithms.preflight.evaluation_sets import EvaluationInputs
     from hf_algorithms.preflight.inputs import ModelInputs
     from hf_algorithms.roles import Roles
     from hf_controller import Executor
 
-__all__ = ["EvaluationInputs", "RunEvaluations", "check_evaluations", "load_evaluation_rows", "tokenize_evaluations"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationInputs:
-    """A set of `[[evaluation]]` as the model reads it."""
-
-    config: EvaluationConfig
-    data: PromptDataset
-    max_new_tokens: int
-
-
-def load_evaluation_rows(config: Config) -> dict[str, PromptRows]:
-    """Returns the rows of every set by its name, after reading each row once.
-
-    Raises:
-        DataError: for a file that cannot be read, or a line of it.
-    """
-    found: dict[str, PromptRows] = {}
-    for number, each in enumerate(config.evaluation):
-        try:
-            rows = open_rows(
-                [(each.data, None)], prompt_field=config.data.prompt_field, answer_field=config.data.answer_field
-            ).first(each.rows or config.data.max_eval_rows)
-            for _ in rows:
-                pass
-        except DataError as error:
-            raise DataError(f"evaluation[{number}].data: {error}") from error
-        found[each.name] = rows
-    return found
-
-
-def check_evaluations(config: Config, rows: Mapping[str, PromptRows], *, search_path: Sequence[str] = ()) -> None:
-    """Loads every metric function, and lets each look at the answers of the rows that it will score.
-
-    Raises:
-        ConfigError, DataError: for a function or an answer that cannot be used.
-    """
-    for number, each in enumerate(config.evaluation):
-        key = f"evaluation[{number}].metrics"
-        for function in name_metrics(_list_functions(config, each), key=key).values():
-            check_metric(
-                key,
-                function,
-                rows[each.name],
-                source=_describe(number, each),
-                answer_name=config.data.answer_field or "answer",
-                allowed_hosts=config.reward.allowed_hosts,
-                search_path=search_path,
-            )
-
-
-def tokenize_evaluations(
-    config: Config, rows: Mapping[str, PromptRows], inputs: ModelInputs
-) -> tuple[EvaluationInputs, ...]:
-    """Returns the sets as the model's tokens.
-
-    Raises:
-        DataError: for a prompt without tokens.
-        ConfigError: for a prompt that leaves no room for a response.
-    """
-    found = []
-    for number, each in enumerate(config.evaluation):
-        source = _describe(number, each)
-        data = PromptDataset(rows[each.name], inputs.model.tokenizer, turns=inputs.turns, source=source)
-        own = each.max_new_tokens is not None
-        limit = config.rollout.max_new_tokens if each.max_new_tokens is None else each.max_new_tokens
-        key = f"evaluation[{number}].max_new_tokens" if own else "rollout.max_new_tokens"
-        check_room(data, context=inputs.model.shape.max_positions, max_new_tokens=limit, key=key)
-        found.append(EvaluationInputs(config=each, data=data, max_new_tokens=limit))
-    return tuple(found)
+__all__ = ["RunEvaluations"]
 
 
 @dataclass
@@ -138,7 +65,7 @@ class RunEvaluations:
                 group=self.roles.having("generate_sequences"),
                 turns=self.inputs.turns,
                 sampling=sampling,
-                scorer=self._find_scorer(each.config),
+                scorer=self._find_scorer(each),
                 keep=samples.extend,
             )
             metrics |= result.to_metrics()
@@ -149,24 +76,17 @@ class RunEvaluations:
         for scorer in self._scorers.values():
             scorer.close()
 
-    def _find_scorer(self, evaluation: EvaluationConfig) -> ResponseScorer:
+    def _find_scorer(self, evaluation: EvaluationInputs) -> ResponseScorer:
         """Built when a set is first evaluated, and kept."""
-        if evaluation.name not in self._scorers:
+        name = evaluation.config.name
+        if name not in self._scorers:
             reward = self.config.reward
-            self._scorers[evaluation.name] = ResponseScorer(
-                name_metrics(_list_functions(self.config, evaluation), key="metrics"),
+            self._scorers[name] = ResponseScorer(
+                name_metrics(evaluation.functions, key="metrics"),
                 self.inputs.turns,
                 search_path=self.search_path,
                 answer_name=self.config.data.answer_field or "answer",
                 num_processes=reward.processes,
                 allowed_hosts=reward.allowed_hosts,
             )
-        return self._scorers[evaluation.name]
-
-
-def _list_functions(config: Config, evaluation: EvaluationConfig) -> Sequence[str]:
-    return evaluation.metrics or [config.reward.metric]
-
-
-def _describe(number: int, evaluation: EvaluationConfig) -> str:
-    return f"evaluation[{number}].data = {show(evaluation.data)}"
+        return self._scorers[name]

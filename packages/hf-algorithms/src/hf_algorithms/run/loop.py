@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
 from hf_algorithms.checkpoints.program import Program
-from hf_algorithms.config import Config
+from hf_algorithms.config import Config, build_sections
 from hf_algorithms.data import PromptDataset
 from hf_algorithms.evaluation.validation import evaluate, evaluate_with_samples, measure_divergence
 from hf_algorithms.models.adapters import export_trained, probe_sampler
@@ -22,8 +22,9 @@ from hf_algorithms.preflight.checks import check_run
 from hf_algorithms.preflight.inputs import RunInputs
 from hf_algorithms.preflight.machine import check_machine
 from hf_algorithms.preflight.placement import compute_workload
+from hf_algorithms.preflight.reward_functions import describe_logs
 from hf_algorithms.report import write_report
-from hf_algorithms.rewards import TrainerState, describe_logs
+from hf_algorithms.rewards import TrainerState
 from hf_algorithms.roles import Roles
 from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
 from hf_algorithms.run.directory import RunDirectory
@@ -85,7 +86,8 @@ def run_training(
 def _run_once(attempt: Attempt) -> dict[str, Any]:
     config, directory, plan = attempt.config, attempt.directory, attempt.plan
     search_path, resume = attempt.search_path, attempt.resume
-    tracking = prepare_tracking(config, on_metrics=attempt.on_metrics, search_path=search_path)
+    on_metrics = config.run.on_metrics if attempt.on_metrics is None else attempt.on_metrics
+    tracking = prepare_tracking(config.run.trackers, on_metrics, search_path=search_path)
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_run(config, fresh, plan=plan, search_path=search_path)
@@ -103,7 +105,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
-            stack.enter_context(tracking.follow(directory, display.note))
+            stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = {
                 "algorithm": config.algorithm.name,
                 "metric": config.reward.metric_name,

@@ -9,6 +9,7 @@ from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.checkpoints.commit import WARM_START, find_commits
 from hf_algorithms.run.directory import RunDirectoryError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from hf_algorithms.run.restarts import Attempt
     from hf_controller import Executor
 
-__all__ = ["RunSummary", "versions"]
+__all__ = ["RunSummary"]
 
 _PACKAGES = ("hf-algorithms", "torch", "ray", "transformers", "tensordict")
 _OWN = (
@@ -27,11 +28,6 @@ _OWN = (
 """Numbers of one part of a run, between two starts."""
 _ERROR_FACTS = ("role", "rank", "method", "exit_code", "signal")
 _FROM_BEGINNING = "starts again: nothing is committed"
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run's numbers depend on."""
-    return {name: version(name) for name in _PACKAGES}
 
 
 class RunSummary:
@@ -68,7 +64,8 @@ class RunSummary:
         self._note = note
         self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
-        self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions()}
+        versions = {name: version(name) for name in _PACKAGES}
+        self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions}
 
     def __enter__(self) -> RunSummary:
         self._executor.trace.stream_chrome(self._directory.path / "trace.json")
@@ -113,6 +110,12 @@ class RunSummary:
         self._body |= facts
 
     @property
+    def versions(self) -> Mapping[str, str]:
+        """The versions of what the numbers depend on."""
+        found: Mapping[str, str] = self._body["versions"]
+        return found
+
+    @property
     def wall_s(self) -> float:
         """Seconds of the run so far, those before a resume included."""
         return time.perf_counter() - self._started_s
@@ -146,8 +149,6 @@ class RunSummary:
 
     def _describe_start(self) -> str:
         """Describes how a run that goes on does so."""
-        from hf_algorithms.checkpoints.commit import WARM_START, find_commits  # whose package needs the versions here
-
         last = self._body.get("last_commit")
         if last is None and find_commits(self._directory.path / WARM_START):
             return "goes on in its warm start"

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints import Checkpoints, Ledger, Resumption
+from hf_algorithms.config import Config, build_sections
 from hf_algorithms.data import Row
 from hf_algorithms.models.adapters import MERGED_MODELS, check_adapters, export_trained, merge_given_adapters
 from hf_algorithms.models.exporting import state_padding
@@ -40,7 +41,6 @@ from hf_protocols.errors import DataError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import Config
     from hf_algorithms.data import FileRows, RowOrder
     from hf_algorithms.roles import Roles
     from hf_algorithms.run.directory import RunDirectory
@@ -115,7 +115,8 @@ def run_supervised(
 def _run_once(attempt: Attempt) -> dict[str, Any]:
     config, directory, plan = attempt.config, attempt.directory, attempt.plan
     search_path, resume = attempt.search_path, attempt.resume
-    tracking = prepare_tracking(config, on_metrics=attempt.on_metrics, search_path=search_path)
+    on_metrics = config.run.on_metrics if attempt.on_metrics is None else attempt.on_metrics
+    tracking = prepare_tracking(config.run.trackers, on_metrics, search_path=search_path)
     with TemporaryDirectory() as folder:
         fresh = Path(folder) / "initial_model"
         inputs, plan = check_supervised(config, fresh, plan=plan, search_path=search_path)
@@ -127,7 +128,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
             inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
-            stack.enter_context(tracking.follow(directory, display.note))
+            stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = _describe_run(config, inputs)
             command = config.recipe.name.replace("_", "-")
             summary = RunSummary(attempt, executor, memory, command=command, facts=facts, note=display.note)
@@ -180,6 +181,7 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         DataError, ConfigError: for a file that is missing or malformed.
     """
     recipe = _recipe_of(config)
+    _refuse_unread(config)
     opened = {key: _open_rows(config, key) for key in dict.fromkeys(map(config.data.key_of, DATA_SETS))}
     train = opened["train"]
     rows = {name: opened[config.data.key_of(name)] for name in DATA_SETS}
@@ -197,7 +199,14 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
     turns, most = build_turn_format(config.data, model), model.shape.max_positions
     sets: dict[str, Any] = {
         name: recipe.build_dataset(
-            part, model.tokenizer, max_tokens=most, source=config.data.describe(name), turns=turns, config=config
+            part,
+            model.tokenizer,
+            max_tokens=most,
+            source=config.data.describe(name),
+            turns=turns,
+            budget_tokens=config.training.micro_batch_tokens,
+            block_tokens=config.data.block_tokens,
+            too_long=config.data.too_long,
         )
         for name, part in rows.items()
     }
@@ -222,11 +231,23 @@ def _recipe_of(config: Config) -> SupervisedRecipe:
     return config.recipe
 
 
+def _refuse_unread(config: Config) -> None:
+    """Refuses keys of `[data]` that would have no effect."""
+    recipe, data = _recipe_of(config), config.data
+    for key in recipe.unread_data:
+        if (value := getattr(data, key)) != type(data).model_fields[key].default:
+            command = recipe.name.replace("_", "-")
+            raise ConfigError(f"data.{key} = {show(value)}: `hybridflow {command}` does not read it. Remove it")
+
+
 def _open_rows(config: Config, key: str) -> FileRows[Any]:
     """Opens a data set and reads its rows once, to find what is wrong with any."""
+    data = config.data
     try:
-        rows = _recipe_of(config).open_rows(config.data.sources_of(key), config)
-        for _ in rows if key == "train" else rows.first(config.data.max_eval_rows):
+        rows = _recipe_of(config).open_rows(
+            data.sources_of(key), config.algorithm, prompt_field=data.prompt_field, answer_field=data.answer_field
+        )
+        for _ in rows if key == "train" else rows.first(data.max_eval_rows):
             pass
     except DataError as error:
         raise DataError(f"data.{key}: {error}") from error

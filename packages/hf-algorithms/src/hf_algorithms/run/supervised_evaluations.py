@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from hf_algorithms.preflight.budgets import check_row_cache
+from hf_algorithms.preflight.evaluation_sets import check_evaluations, load_evaluation_rows, tokenize_evaluations
 from hf_algorithms.preflight.inputs import ModelInputs
 from hf_algorithms.preflight.placement import check_rollout_options
-from hf_algorithms.run.evaluations import check_evaluations, load_evaluation_rows, tokenize_evaluations
 from hf_protocols import GenerationSpec
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def prepare_evaluations(config: Config, inputs: Inputs, *, search_path: Sequence
     rows = load_evaluation_rows(config)
     check_evaluations(config, rows, search_path=search_path)
     ends = inputs.turns.list_stop_ids(inputs.model.end_ids)
-    found = replace(inputs, evaluations=tokenize_evaluations(config, rows, inputs), stop_ids=ends)
+    found = replace(inputs, evaluations=tokenize_evaluations(config, rows, inputs.model, inputs.turns), stop_ids=ends)
     check_row_cache(config.rollout, found)
     return found
 

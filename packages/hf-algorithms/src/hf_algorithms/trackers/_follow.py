@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    from hf_algorithms.config import Config
     from hf_algorithms.run.directory import RunDirectory
 
 __all__ = ["MetricsHook", "Tracking", "prepare_tracking"]
@@ -37,50 +35,50 @@ _CLOSE_S = 30.0
 
 
 def prepare_tracking(
-    config: Config, *, on_metrics: MetricsHook | None = None, search_path: Sequence[str] = ()
+    names: Sequence[str], on_metrics: MetricsHook | str | None = None, *, search_path: Sequence[str] = ()
 ) -> Tracking:
-    """Imports the libraries of the trackers that a configuration names, and its hook.
+    """Imports the libraries of trackers, and a hook.
 
     Args:
-        config: the run's.
-        on_metrics: a hook; None takes that of `run.on_metrics`, if there is one.
+        names: of the trackers, as `run.trackers` has them.
+        on_metrics: a hook, or its place as `run.on_metrics` has it; None: there is none.
         search_path: folders where the hook's module is looked for first.
 
     Raises:
         ConfigError: for a library that is not installed, and a hook that is not found or takes other arguments.
     """
-    hook = on_metrics if on_metrics is not None else _load_hook(config.run.on_metrics, search_path)
+    hook = _load_hook(on_metrics, search_path) if isinstance(on_metrics, str) else on_metrics
     if hook is not None:
-        _check_hook(hook, config.run.on_metrics if on_metrics is None else getattr(hook, "__name__", repr(hook)))
-    return Tracking(config, {name: load_tracker(name) for name in config.run.trackers}, hook)
+        _check_hook(hook, on_metrics if isinstance(on_metrics, str) else getattr(hook, "__name__", repr(hook)))
+    return Tracking({name: load_tracker(name) for name in names}, hook)
 
 
 class Tracking:
     """Trackers and a hook that are ready for a run, see `prepare_tracking`."""
 
-    def __init__(self, config: Config, trackers: Mapping[str, Tracker], hook: MetricsHook | None) -> None:
-        self._config = config
+    def __init__(self, trackers: Mapping[str, Tracker], hook: MetricsHook | None) -> None:
         self._trackers = trackers
         self._hook = hook
 
     @contextmanager
-    def follow(self, directory: RunDirectory, note: Callable[[str], None]) -> Iterator[None]:
+    def follow(
+        self, directory: RunDirectory, note: Callable[[str], None], *, sections: Mapping[str, Any]
+    ) -> Iterator[None]:
         """Within it, what the run writes into its directory goes to the trackers; then they are closed.
 
         Args:
             directory: of the run, which has begun.
             note: shows the user a line.
+            sections: of the run's configuration, as TOML has them.
         """
-        from hf_algorithms.config import format_toml
-
         if not self._trackers and self._hook is None:
             yield
             return
         facts = RunFacts(
             name=directory.path.name,
             directory=directory.path,
-            algorithm=self._config.algorithm.name,
-            config=hide_config_secrets(tomllib.loads(format_toml(self._config))),
+            algorithm=sections["algorithm"]["name"],
+            config=hide_config_secrets(sections),
         )
         channels = [Channel(name, tracker, facts, note) for name, tracker in self._trackers.items()]
         listener = _Listener(channels, self._hook, note)
@@ -158,18 +156,16 @@ class _Listener:
             directory.write_json("summary.json", self._summary)
 
 
-def _load_hook(name: str | None, search_path: Sequence[str]) -> MetricsHook | None:
+def _load_hook(name: str, search_path: Sequence[str]) -> MetricsHook:
     from hf_algorithms.rewards import load_function
 
-    if name is None:
-        return None
     try:
         return load_function(name, search_path=search_path)
     except ConfigError as error:
         raise ConfigError(f"run.on_metrics: {error}") from error
 
 
-def _check_hook(hook: MetricsHook, name: str | None) -> None:
+def _check_hook(hook: MetricsHook, name: str) -> None:
     from hf_algorithms.rewards._load import get_users_function
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from hf_algorithms.jagged import pad_rows, unpad_rows
 from hf_algorithms.users_code import describe_raised
@@ -17,24 +17,9 @@ if TYPE_CHECKING:
     import torch
     from tensordict import TensorDict
 
-    from hf_algorithms.advantages import FilterMetric, LengthTerm
+    from hf_algorithms.advantages import Estimator, FilterMetric, LengthTerm
 
-__all__ = ["AdvantageWorker", "Estimator"]
-
-
-class Estimator(Protocol):
-    """A frozen object that travels with a call, and computes columns of a whole batch."""
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """Columns that it needs; one whose name ends in `?` may be absent."""
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        """Columns that it returns."""
-
-    def __call__(self, columns: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the columns of `writes`: [B], or [B, T] and 0 where `response_mask` is False."""
+__all__ = ["AdvantageWorker"]
 
 
 class AdvantageWorker(Worker):

@@ -6,12 +6,12 @@ import inspect
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import locate_row
-from hf_algorithms.rewards._conventions import Binding, Style, bind_function
+from hf_algorithms.rewards import Binding, Style, SupportsAnswerCheck, bind_function, load_function
 from hf_algorithms.rewards._http import check_address, check_connection, is_url
-from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
+from hf_algorithms.rewards._load import get_users_function, imports_from
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError, DataError
@@ -22,47 +22,10 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import Row
 
-__all__ = [
-    "SupportsAnswerCheck",
-    "answers_checked_by",
-    "check_metric",
-    "check_rewards",
-    "check_servers",
-    "describe_logs",
-]
+__all__ = ["check_metric", "check_rewards", "check_servers", "describe_logs"]
 
 _MOST_REASON = 300
 _EVALUATED = ("validation", "test")
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-@runtime_checkable
-class SupportsAnswerCheck(Protocol):
-    """A reward function that can check the answers of the data before a run."""
-
-    def check_answer(self, answer: str) -> object:
-        """Raises an exception, such as a ValueError with the reason, or returns False for an answer it cannot read."""
-        ...
-
-
-def answers_checked_by(
-    check: Callable[[str], object], *, needs_answers: bool = False
-) -> Callable[[Function], Function]:
-    """Decorator of a reward function: `check` becomes its `check_answer`, see `SupportsAnswerCheck`.
-
-    Args:
-        check: called with each answer of the data, and with an empty text for a row without an answer.
-        needs_answers: the function returns None where a row has no answer. Such rows are not checked, and data without
-            any answer is refused.
-    """
-
-    def decorate(function: Function) -> Function:
-        function.check_answer = check  # type: ignore[attr-defined]
-        function.needs_answers = needs_answers  # type: ignore[attr-defined]
-        return function
-
-    return decorate
 
 
 @dataclass(frozen=True)
