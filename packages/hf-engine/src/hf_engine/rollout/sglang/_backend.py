@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from zlib import crc32
@@ -17,7 +18,7 @@ from hf_engine.backends.build_arguments import check_rollout_arguments
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.backends.versions import SGLANG
 from hf_engine.model_directory import ModelDirectory
-from hf_engine.models.adapter_rules import FLOAT32_REFUSAL, find_engine_refusal
+from hf_engine.models.adapter_rules import FLOAT32_REFUSAL, find_engine_refusal, is_adapter_name
 from hf_engine.models.lora import plan_engine_adapters
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
@@ -27,10 +28,10 @@ from hf_engine.rollout.engine_rules import check_sglang_runs
 from hf_engine.rollout.loading import check_complete, check_shards, check_version
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.rollout.replica import Replica, build_replica, require_process_group
-from hf_engine.rollout.sglang._adapters import build_adapter_options, find_partial_stack
+from hf_engine.rollout.sglang._adapters import ADAPTER, build_adapter_options, describe_adapter, find_partial_stack
 from hf_engine.rollout.sglang._options import RESERVED, EngineModel, build_options, check_cache_rows, check_more
 from hf_engine.rollout.sglang._process import EngineProcess, cut_sample
-from hf_engine.rollout.sglang._replicas import build_engine, choose_class, require_topology
+from hf_engine.rollout.sglang._replicas import build_engine, require_topology
 from hf_engine.rollout.sglang._staging import REPORT_BYTES, Staging, cut_buckets, staged_bytes
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import GenerationSpec, Topology
@@ -39,7 +40,7 @@ from hf_protocols.validation import Checks, show
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["SglangBackend"]
+__all__ = ["AdaptedSglangBackend", "SglangBackend"]
 
 _check = Checks(BackendError)
 
@@ -156,7 +157,8 @@ class SglangBackend:
             undo.callback(replica.close)
             engine = build_engine(replica)
             undo.callback(engine.close if engine is not None else lambda: None)
-            backend = choose_class(cls, lora, adapted)(
+            kind = cls if lora is None else partial(AdaptedSglangBackend, lora=lora, adapted=adapted)
+            backend = kind(
                 engine,
                 replica,
                 model=found_model,
@@ -381,3 +383,58 @@ class SglangBackend:
         """Of the largest part that a rank of the replica has of a parameter."""
         numel = max(self._layout.boxes_of(rank)[name][0].numel for rank in self._replica.ranks)
         return staged_bytes(numel * self._layout.element_bytes)
+
+
+class AdaptedSglangBackend(SglangBackend):
+    """`SglangBackend` of an engine with one adapter, whose factors every rank holds whole; the first rank's are sent.
+
+    Args:
+        lora: settings of the adapter.
+        adapted: names of the layers that have it.
+        options: of `SglangBackend`.
+    """
+
+    def __init__(self, *given: Any, lora: LoraConfig, adapted: Collection[str], **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._lora = lora
+        self._config = describe_adapter(lora, adapted)
+        self._factors: dict[str, torch.Tensor] = {}
+        self._has_base = True
+
+    def held_adapters(self) -> LoraConfig | None:
+        """Settings of the adapters; see `TakesAdapters`."""
+        return self._lora
+
+    @property
+    def staging_bytes(self) -> int:
+        """As that of other engines; the adapter passes the same memory at once."""
+        sizes = [self._staged_bytes(name) for name in self._layout.shapes if is_adapter_name(name)]
+        return max(super().staging_bytes, REPORT_BYTES + sum(sizes)) + sum(sizes)
+
+    def begin_weights(self) -> None:
+        """Starts an update of all; see `SupportsShardLoading`."""
+        self._factors, self._has_base = {}, False
+        super().begin_weights()
+
+    def begin_adapters(self) -> None:
+        """Starts an update of the adapters alone; see `SupportsAdapterUpdates`."""
+        self._check_open()
+        if not self._has_base:
+            raise BackendError("begin_adapters needs a complete base: call begin_weights")
+        self._factors, self._is_complete = {}, False
+        self._loaded = {name for name in self._layout.shapes if not is_adapter_name(name)}
+
+    def _load_parts(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        self._factors |= {name: parts[0] for name, parts in shards.items() if is_adapter_name(name)}
+        super()._load_parts({name: parts for name, parts in shards.items() if name not in self._factors})
+
+    def _end_update(self) -> None:
+        if not self._has_base:
+            super()._end_update()
+        boxes = {name: Box.whole(tuple(part.shape)) for name, part in self._factors.items()}
+        shapes = {name: box.shape for name, box in boxes.items()}
+        with self._replica.together("put_adapter"):
+            filled = self._staging.fill(self._factors, shapes=shapes, boxes=boxes) if self._factors else ""
+        self._call("put_adapter", ADAPTER, filled, self._config)
+        self._requested = {"adapter": ADAPTER}
+        self._factors, self._has_base = {}, True

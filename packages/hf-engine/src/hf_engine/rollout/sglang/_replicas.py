@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING
 
 from hf_engine.process_groups import local_device
 from hf_engine.rollout.replica import Replica, require_ranks
@@ -13,11 +11,7 @@ from hf_engine.rollout.sglang._process import EngineProcess
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
 
-if TYPE_CHECKING:
-    from hf_engine.backends.lora_config import LoraConfig
-    from hf_engine.rollout.sglang._backend import SglangBackend
-
-__all__ = ["build_engine", "choose_class", "require_topology"]
+__all__ = ["build_engine", "require_topology"]
 
 
 def require_topology(topology: Topology) -> Topology:
@@ -47,20 +41,3 @@ def build_engine(replica: Replica) -> EngineProcess | None:
     devices = replica.gather(local_device().index or 0)
     environment = partial(build_environment, tp_size=len(replica.ranks), devices=devices)
     return EngineProcess(environment) if replica.is_first else None
-
-
-def choose_class(
-    plain: type[SglangBackend], lora: LoraConfig | None, adapted: Collection[str]
-) -> Callable[..., SglangBackend]:
-    """The class of an engine's backend: one of its own where the engine computes adapters.
-
-    Args:
-        plain: for engines without.
-        lora: settings of the adapters.
-        adapted: names of the layers that have one.
-    """
-    if lora is None:
-        return plain
-    from hf_engine.rollout.sglang._adapted import AdaptedSglangBackend
-
-    return partial(AdaptedSglangBackend, lora=lora, adapted=adapted)

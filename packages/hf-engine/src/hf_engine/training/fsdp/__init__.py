@@ -7,5 +7,6 @@ What must not: what megatron needs too, which is in `training`, and how models a
 from __future__ import annotations
 
 from hf_engine.training.fsdp._backend import FsdpBackend
+from hf_engine.training.fsdp._lora import AdaptedFsdpBackend
 
-__all__ = ["FsdpBackend"]
+__all__ = ["AdaptedFsdpBackend", "FsdpBackend"]

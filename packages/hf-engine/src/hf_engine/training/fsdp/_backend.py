@@ -68,6 +68,13 @@ class FsdpBackend(TrainSteps):
     """
 
     one_layout_per_process: ClassVar[bool] = False
+    _adapted_kind: ClassVar[type[FsdpBackend]]
+    """The class of models with adapters; it registers itself."""
+
+    def __init_subclass__(cls, *, is_adapted: bool = False, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if is_adapted:
+            FsdpBackend._adapted_kind = cls
 
     def __init__(
         self, model: Any, *, topology: Topology, config: TrainConfig, head: Head, trainable: bool, seed: int
@@ -110,9 +117,7 @@ class FsdpBackend(TrainSteps):
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed, scores=True, adapts=True)
         check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
-        from hf_engine.training.fsdp._lora import AdaptedFsdpBackend  # which is a subclass
-
-        kind = cls if config.lora is None else AdaptedFsdpBackend
+        kind = cls if config.lora is None else cls._adapted_kind
         with together("nothing was loaded"), torch.random.fork_rng():
             loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
         if not trainable:

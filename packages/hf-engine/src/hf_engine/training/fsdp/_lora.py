@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["AdaptedFsdpBackend"]
 
 
-class AdaptedFsdpBackend(FsdpBackend):
+class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
     """`FsdpBackend` of a model with adapters; see `SupportsAdapters` for what its own methods mean.
 
     Without `keep_adapters_apart` its layout and weights are those of the merged model, as others read it: each call of
