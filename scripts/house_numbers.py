@@ -87,30 +87,40 @@ class House:
     modules: dict[str, Module]
     _resolved: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def imports(self, module: Module, *, lazy: bool) -> set[str]:
-        """Returns the modules of the house that a module imports; with `lazy`, also inside functions and for types."""
+    def imports(self, module: Module, *, lazy: bool, resolved: bool = True) -> set[str]:
+        """Returns the modules of the house that a module imports; with `lazy`, also inside functions and for types.
+
+        A name that a folder passes on counts as an import of the module that defines it; without `resolved`, of the
+        folder.
+        """
         nodes = ast.walk(module.tree) if lazy else iter(module.tree.body)
         found = set()
         for node in nodes:
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names if alias.name in self.modules}
             elif isinstance(node, ast.ImportFrom) and node.module in self.modules:
-                found |= {self.resolve(node.module, alias.name) for alias in node.names}
+                names = [(node.module, alias.name) for alias in node.names]
+                found |= {self.resolve(*name) if resolved else self._find_named(*name) for name in names}
         return found - {module.name}
 
     def resolve(self, module: str, name: str) -> str:
         """Returns the module that defines `name`: a submodule, or the one from which a folder imports it."""
         key = (module, name)
         if key not in self._resolved:
-            self._resolved[key] = module
-            if f"{module}.{name}" in self.modules:
-                self._resolved[key] = f"{module}.{name}"
-            elif self.modules[module].is_folder:
+            self._resolved[key] = found = self._find_named(module, name)
+            if found == module and self.modules[module].is_folder:
                 for node in self.modules[module].tree.body:
                     names = [alias.asname or alias.name for alias in getattr(node, "names", ())]
                     if isinstance(node, ast.ImportFrom) and name in names and node.module in self.modules:
                         self._resolved[key] = self.resolve(node.module, name)
         return self._resolved[key]
+
+    def _find_named(self, module: str, name: str) -> str:
+        return f"{module}.{name}" if f"{module}.{name}" in self.modules else module
+
+    def find_circles(self, *, lazy: bool) -> list[list[str]]:
+        """Returns the modules that import one another, also by way of what a folder passes on."""
+        return find_cycles({each.name: self.imports(each, lazy=lazy, resolved=False) for each in self.modules.values()})
 
 
 def read_house(root: Path = ROOT) -> House:
@@ -243,10 +253,7 @@ def build_measures(house: House) -> Iterator[str]:
     by_package = {package: [m for m in house.modules.values() if m.package == package] for package in PACKAGES}
     wording = runpy.run_path(str(Path(__file__).with_name("wording.py")))
     single, shared = find_single_importers(house), find_shared_names(house)
-    cycles = {
-        lazy: find_cycles({m.name: house.imports(m, lazy=lazy) for m in house.modules.values()})
-        for lazy in (False, True)
-    }
+    cycles = {lazy: house.find_circles(lazy=lazy) for lazy in (False, True)}
 
     def per_package(count: Callable[[str], int]) -> list[int]:
         return [count(package) for package in PACKAGES]
@@ -334,7 +341,7 @@ def build_tables(house: House) -> str:
 
 def list_findings(house: House) -> Iterator[str]:
     """Yields every finding behind the counts, one a line."""
-    for component in find_cycles({module.name: house.imports(module, lazy=True) for module in house.modules.values()}):
+    for component in house.find_circles(lazy=True):
         yield f"cycle: {' '.join(component)}"
     for name, importer in find_single_importers(house).items():
         yield f"one importer: {name} <- {importer}"
