@@ -66,3 +66,13 @@ def test_in_process_calls_take_operations_in_proportion_to_ranks():
     few, some, many = map(count_calls, RANKS)
     added = some - few
     assert many - some == pytest.approx(added, rel=0.1), f"{few}, {some}, {many} operations on {RANKS} ranks"
+
+
+def test_joining_batches_takes_as_many_operations_at_any_depth():
+    with InProcessExecutor() as executor:
+        batch = executor.put(TensorDict({"x": torch.arange(3)}, batch_size=[3]))
+        deep = [batch]
+        for _ in range(300):
+            deep.append(deep[-1].rows([1, 2, 0]))
+        few, many = (count_operations(lambda at=at: batch.concat(deep[at]).union(deep[at])) for at in (3, 300))
+    assert many == pytest.approx(few, rel=0.2)

@@ -214,7 +214,8 @@ class BatchFuture:
             raise BatchError(
                 f"{what} joins futures, got a {type(other).__name__}: put a TensorDict first, with executor.put(batch)"
             )
-        refuse_foreign(other, self._store, f"{what} with a batch of {self._expression.describe_makers()}")
+        if other.store is not self._store:  # to describe a batch is to walk its tree, which a loop may have built
+            refuse_foreign(other, self._store, f"{what} with a batch of {self._expression.describe_makers()}")
         return other.expression
 
     def _with(self, expression: Expression) -> BatchFuture:
