@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
 SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
-LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_learning.py integration-tests/tests/test_gsm8k_page.py
+LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_gsm8k_page.py
 
 .PHONY: help env quickstart test test-slow $(PARTS:%=test-%) $(SLOW_PARTS:%=test-%) test-vllm test-sglang test-trackers fuzz soak test-failures test-matrix test-families
 .PHONY: check fmt docs api
@@ -47,13 +47,13 @@ test: env ## run the tests of the base environment
 
 test-slow: env ## run the tests that take minutes or many processes
 	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
-		SELECT='-m "slow and not gpu and not vllm and not sglang" --timeout 900 $(LEARNING:%=--ignore %)'
+		SELECT='-m "slow and not gpu and not vllm and not sglang and not matrix" --timeout 900 $(LEARNING:%=--ignore %)'
 
 $(PARTS:%=test-%): test-%: env # one package's tests, or those of all packages together
 	@$(call named,$*,$(BIN)/pytest $(wildcard packages/$* $*) $(SELECT) $(DURATIONS))
 
 test-learning: env
-	@$(call named,learning,$(BIN)/pytest $(LEARNING) -m slow --timeout 900 $(DURATIONS))
+	@$(call named,learning,$(BIN)/pytest $(LEARNING) -m "slow and not matrix" --timeout 900 $(DURATIONS))
 
 test-vllm: env ## set up .venv-vllm and test the vLLM backend with a real engine
 	@$(call named,vllm,$(call engine-tests,vllm))
@@ -74,9 +74,10 @@ test-failures: env ## run the whole failure matrix, and keep how long each messa
 	rm -f benchmarks/results/failures.jsonl
 	HYBRIDFLOW_FAILURES=$(CURDIR)/benchmarks/results/failures.jsonl $(BIN)/pytest $(FAILURES) -m "failures or not failures" $(DURATIONS)
 
-test-matrix: env ## test every training layout and the quickstart with every engine, and keep the dated result
+test-matrix: env ## test every layout, the quickstart with every engine, and further variants of slow tests; keep the dated result
 	scripts/env.sh vllm
 	scripts/env.sh sglang
+	$(BIN)/pytest integration-tests -m matrix --timeout 900 $(DURATIONS)
 	$(BIN)/python benchmarks/matrix.py
 	$(BIN)/python benchmarks/quickstart_gains.py
 	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py -m "sglang and slow"

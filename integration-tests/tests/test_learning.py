@@ -14,7 +14,7 @@ from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
 from small_runs import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]
 
 ITERATIONS = 90
 

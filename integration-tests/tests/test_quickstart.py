@@ -67,6 +67,7 @@ def test_ppo_gains_twenty_points_and_stays_near_the_reference(summary: dict[str,
     assert 0 <= summary["kl_to_reference"]["value"] <= 2
 
 
+@pytest.mark.matrix  # `make bench-learning` has a control of three seeds
 def test_shuffled_rewards_lose_the_gain(home: Path, summary: dict[str, Any]) -> None:
     """After as many iterations as gave PPO more than half of its gain."""
     iterations = 100

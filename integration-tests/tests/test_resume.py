@@ -104,16 +104,23 @@ def test_a_killed_run_goes_on_bit_for_bit(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("own", [(), ("model.lora.rank=4",), MEGATRON], ids=["fsdp", "lora", "megatron"])
+@pytest.mark.parametrize(
+    "own",
+    [
+        pytest.param((), id="fsdp"),
+        pytest.param(("model.lora.rank=4",), marks=pytest.mark.matrix, id="lora"),
+        pytest.param(MEGATRON, id="megatron"),
+    ],
+)
 def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(
-    small_config: Path, hybridflow: Callable[..., Outcome], own: tuple[str, ...]
+    small_config: Path, hybridflow: Callable[..., Outcome], cluster_address: str, own: tuple[str, ...]
 ) -> None:
     """The third iteration, which was done before the kill and is done again from the commit of the second."""
     folder, run = small_config.parent, small_config.parent / "run"
     (folder / "killer.py").write_text(KILLER)
-    keys = ("run.executor=ray", "cluster.gpus_per_machine=2", "run.iterations=3", "run.eval_every=3",
-            "run.checkpoint_every=1", "algorithm.name=grpo", "rollout.samples_per_prompt=2",
-            f"run.on_metrics={folder / 'killer.py'}:kill_once", *own)  # fmt: skip
+    keys = ("run.executor=ray", f"cluster.address={cluster_address}", "cluster.gpus_per_machine=2",
+            "run.iterations=3", "run.eval_every=3", "run.checkpoint_every=1", "algorithm.name=grpo",
+            "rollout.samples_per_prompt=2", f"run.on_metrics={folder / 'killer.py'}:kill_once", *own)  # fmt: skip
     words = [word for key in keys for word in ("--set", key)]
     command = [Path(sys.executable).with_name("hybridflow"), "train", small_config, *words]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of its reward

@@ -99,7 +99,7 @@ def wait_for_shared_memory(before: set[str]) -> None:
 @pytest.mark.parametrize(
     ("sent", "exit_code"),
     [
-        (signal.SIGINT, 130),  # as a terminal does
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.matrix),  # as a terminal does; test_ray_ends.py has it too
         (signal.SIGTERM, 143),  # as timeout does; `kill` is less, and test_ray_ends.py has it
     ],
 )

@@ -50,7 +50,8 @@ def test_some_rows_are_measured_again() -> None:
     again(rows, [i for i, row in enumerate(rows) if (row.train, row.generation) in kinds])
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.timeout(900)
 def test_all_rows_are_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["transition_table.py", "--check"])
     assert transition_table.main() == 0
