@@ -35,7 +35,6 @@ IN_CI = {
     ("SIGKILL", "after", "one"),
     ("SIGKILL", "generation", "two"),
     ("SIGSTOP", "inside", "two"),
-    ("SIGSTOP", "before", "one"),
 }
 """With the cells under torchrun every row and every column."""
 MESSAGES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import ray
 
 from hf_controller.executors.ray.watchdog import find_sessions
 from hf_controller.local_start import find_temp_dir
@@ -117,24 +119,41 @@ ENDS = {
     "close": (None, 0),
     "raise": (None, 1),
     "interrupt": (signal.SIGINT, -signal.SIGINT),
-    "end": (signal.SIGTERM, 143),
     "end all": (signal.SIGTERM, 143),  # as timeout does
+    "end": (signal.SIGTERM, 143),
 }
+TOGETHER = ("close", "raise", "interrupt", "end all")
+"""The programs of the fast tests; a signal to the whole group reaches the program too, as "end" does."""
 
 
 @pytest.fixture(scope="module")
 def programs() -> Iterator[dict[str, subprocess.Popen[str]]]:
     """All of them start together."""
-    programs = {argument: start(argument) for argument in ENDS}
+    programs = {argument: start(argument) for argument in TOGETHER}
     yield programs
     for program in programs.values():
         program.kill()
         program.communicate(timeout=15)
 
 
-@pytest.mark.parametrize("argument", ENDS)
+@pytest.mark.parametrize("argument", TOGETHER)
 def test_nothing_is_left_behind(argument, programs):
-    program, (sent, exit_code) = programs[argument], ENDS[argument]
+    check_end(programs[argument], argument)
+
+
+@pytest.mark.slow
+def test_a_signal_to_the_program_alone_leaves_nothing_behind():
+    program = start("end")
+    try:
+        check_end(program, "end")
+    finally:
+        program.kill()
+        program.communicate(timeout=15)
+
+
+def check_end(program: subprocess.Popen[str], argument: str) -> None:
+    """Ends the program, and fails if something of it stays."""
+    sent, exit_code = ENDS[argument]
     before = shared_memory()
     tree = wait_until_ready(program)
     if sent is not None:
@@ -241,7 +260,7 @@ def test_an_address_without_a_cluster_is_refused():
 
 
 CLOSED_PROGRAM = """
-import sys, time
+import json, sys, time
 from pathlib import Path
 import ray, torch
 from tensordict import TensorDict
@@ -267,7 +286,7 @@ class Doubler(Worker):
 
 batch = TensorDict({"x": torch.arange(2)}, batch_size=[2])
 try:
-    with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
+    with RayExecutor(**json.loads(sys.argv[2])) as executor:
         spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
         group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
         seen, unseen = group.double(batch), group.double(batch)
@@ -276,7 +295,7 @@ try:
             group.fail(LookupError).result()
         except WorkerError:
             pass  # told, and dealt with
-        if sys.argv[2:]:
+        if sys.argv[3:]:
             group.fail(ValueError)
         group.save_and_fail(sys.argv[1])
 except WorkerError as error:
@@ -296,14 +315,22 @@ print("refused")
 """
 
 
-@pytest.mark.parametrize(
-    ("more", "failure"),
-    [([], "save_and_fail on rank 0 failed: KeyError: 'lost'"), (["early"], "fail on rank 0 failed: ValueError: early")],
-)
-def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path, more, failure):
-    command = [sys.executable, "-c", CLOSED_PROGRAM, str(tmp_path / "saved"), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+def run_closed_program(path: Path, failure: str, *more: str, **options: object) -> None:
+    command = [sys.executable, "-c", CLOSED_PROGRAM, str(path), json.dumps(options), *more]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}  # as a cluster that we start
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.stdout == f"doubler.{failure}\nrefused\n", done.stderr
+
+
+def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path):
+    failure = "save_and_fail on rank 0 failed: KeyError: 'lost'"
+    run_closed_program(tmp_path / "saved", failure, num_cpus=1, object_store_bytes=100 * 2**20)
+
+
+def test_an_executor_that_leaves_a_cluster_finishes_its_calls_too(ray_executor, tmp_path):
+    failure = "fail on rank 0 failed: ValueError: early"
+    address = ray.get_runtime_context().gcs_address
+    run_closed_program(tmp_path / "saved", failure, "early", address=address)
 
 
 TOLD_PROGRAM = """
