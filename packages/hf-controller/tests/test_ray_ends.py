@@ -327,7 +327,7 @@ def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path):
     run_closed_program(tmp_path / "saved", failure, num_cpus=1, object_store_bytes=100 * 2**20)
 
 
-def test_an_executor_that_leaves_a_cluster_finishes_its_calls_too(ray_executor, tmp_path):
+def test_an_executor_leaving_a_cluster_finishes_its_calls_too(ray_executor, tmp_path):
     failure = "fail on rank 0 failed: ValueError: early"
     address = ray.get_runtime_context().gcs_address
     run_closed_program(tmp_path / "saved", failure, "early", address=address)
