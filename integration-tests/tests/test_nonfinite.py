@@ -83,7 +83,7 @@ def list_rows(run: Path, state: str) -> dict[int, set[int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_two_ranks_on_ray_go_back_too(
     small_config: Path, hybridflow: Callable[..., Outcome], addition_data: Path
 ) -> None:

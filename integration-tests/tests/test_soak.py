@@ -16,7 +16,7 @@ FAULTS = (
 )
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_run_that_is_struck_ends_as_one_that_is_not(tmp_path: Path) -> None:
     soak = Soak(tmp_path, "in_process", num_iterations=4)
     found = list(soak.strike_run(0, FAULTS))
