@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from hf_controller.data.columns import CallColumns, columns_of
 from hf_controller.data.expressions import Leaf, Source
 from hf_controller.data.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
+from hf_controller.failure_log import FailureLog
 from hf_controller.failures import CLOSED, Deadline, LostResultError
 from hf_controller.groups.dispatch import Call, build_calls, check_rows, compute_called_ranks
 from hf_controller.groups.resource_pool import ResourcePool
@@ -45,10 +46,12 @@ class Executor(ABC):
 
     Attributes:
         trace: the spans of all calls.
+        failure_log: their failures, and which of them the program knows.
         call_timeout_s: deadline of a call, where there is no other.
     """
 
     trace: Trace
+    failure_log: FailureLog
     call_timeout_s: float
     _store: ObjectStore
 
@@ -144,14 +147,14 @@ class Executor(ABC):
     def _end_calls(self) -> None:
         """Wait until the calls are over, and raise the first failure that was not reported."""
         self._finish_calls()
-        untold = self.trace.find_untold()
+        untold = self.failure_log.find_untold()
         if untold is not None:
             error = untold.to_error()
-            error.add_note(self.trace.describe_untold())
+            error.add_note(self.failure_log.describe_untold())
             raise error from untold.exception
 
     def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
-        """Wait for the calls, and have the trace know why they failed, or that they are late."""
+        """Wait for the calls, and have the log of failures know why they failed, or that they are late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Store a batch of this process, so that groups can read it.
@@ -189,7 +192,7 @@ class Executor(ABC):
                 refuse_foreign(item, self._store, f"{group.role}.{method}")
         calls = build_calls(call, spec, ranks, self.put)
         check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
-        self.trace.note_place(call.call_id, _find_caller())
+        self.failure_log.note_place(call.call_id, _find_caller())
         columns = {rank: columns_of(made.columns, spec) for rank, made in calls.items()}
         return self._wrap(group, method, self._launch(group, spec, calls), columns)
 

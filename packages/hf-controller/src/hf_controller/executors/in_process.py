@@ -15,6 +15,7 @@ from hf_controller.data.transport import take_slices
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.call_share import CallShare
 from hf_controller.executors.rank_copies import RandomStream, copy_object
+from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
 from hf_controller.groups.default_group import join_default_group, seed_generators
 from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
@@ -85,16 +86,16 @@ class _LocalCall:
         outcomes: Mapping[int, Outcome],
         reports: Mapping[int, CallReport],
         collected: Sequence[int],
-        trace: Trace,
+        failure_log: FailureLog,
     ) -> None:
         self.handles = [_Box(outcomes.get(rank)) for rank in collected]
         self._failed = next((report for report in reports.values() if report.failure is not None), None)
-        self._trace = trace
+        self._failure_log = failure_log
         self._rows = [reports[rank].num_rows if rank in reports else 0 for rank in collected]
 
     def wait(self, timeout_s: float | None) -> list[int]:
         if self._failed is not None and (failure := self._failed.failure) is not None:
-            self._trace.tell(self._failed.span.call_id, failure)
+            self._failure_log.tell(self._failed.span.call_id, failure)
             raise failure.to_error() from failure.exception
         return self._rows
 
@@ -179,7 +180,8 @@ class InProcessExecutor(Executor):
         if device is not None and not _DEVICE.fullmatch(str(device)):
             raise ConfigError(f'device={show(device)}: give "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
         self.call_timeout_s = 600.0
-        self.trace = Trace()
+        self.failure_log = FailureLog()
+        self.trace = Trace(self.failure_log.take_spans)
         self._store = LocalStore()
         self._device = device
         self._hosts: dict[WorkerGroup, list[_LocalRank]] = {}
@@ -325,9 +327,9 @@ class InProcessExecutor(Executor):
                 if failure is not None:
                     _raise_interrupt(failure)
         reports = self._judge(group, reports)
-        self.trace.note(reports.values(), group.pool)
+        self.failure_log.note(reports.values(), group.pool)
         collected = spec.protocol.collect(group.topology).ranks
-        return _LocalCall(outcomes, reports, collected, self.trace)
+        return _LocalCall(outcomes, reports, collected, self.failure_log)
 
     def _judge(self, group: WorkerGroup, reports: dict[int, CallReport]) -> dict[int, CallReport]:
         """Mark a group as failed whose ranks would not have met any more; the reports with what is said of that."""

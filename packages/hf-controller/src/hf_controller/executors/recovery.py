@@ -65,7 +65,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
         )
     for pool in standing:
         executor.release(pool)
-        executor.trace.forget(pool)
+        executor.failure_log.forget(pool)
     groups: dict[str, WorkerGroup] = {}
     with ExitStack() as undo:
         for pool in standing:

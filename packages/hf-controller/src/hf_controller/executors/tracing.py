@@ -10,6 +10,7 @@ from hf_controller.data.columns import columns_of
 from hf_controller.data.expressions import Expression, Extent, Leaf, Segment, Source, choose_columns
 from hf_controller.data.futures import BatchFuture, MetricsFuture, PendingCall
 from hf_controller.executors.base import Executor, check_pool, check_specs
+from hf_controller.failure_log import FailureLog
 from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import Worker, WorkerSpec
@@ -104,7 +105,8 @@ class TracingExecutor(Executor):
         super().__init__()
         _check_config.count("max_calls", max_calls)
         self.calls: list[TracedCall] = []
-        self.trace = Trace()
+        self.failure_log = FailureLog()
+        self.trace = Trace(self.failure_log.take_spans)
         self.call_timeout_s = 0.0
         # Nothing is stored: the object only tells the futures of one executor from those of another.
         self._store = cast("ObjectStore", _NothingStored())

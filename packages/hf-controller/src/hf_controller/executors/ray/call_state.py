@@ -16,8 +16,9 @@ from hf_controller.failures import Deadline, Failure
 
 if TYPE_CHECKING:
     from hf_controller.data.results import Outcome
+    from hf_controller.failure_log import FailureLog
     from hf_controller.groups.resource_pool import ResourcePool
-    from hf_controller.trace import CallReport, Trace
+    from hf_controller.trace import CallReport
 
 __all__ = ["CallState"]
 
@@ -36,7 +37,7 @@ class CallState:
         inputs: numbers of the calls that made its inputs.
         references: ids of the objects that Ray brings to the ranks before they begin. A reference would keep them.
         deadline: how long it may take once those that it waits for are over.
-        trace: watches the answers.
+        failure_log: watches the answers.
         reports: what each rank reported.
         outcomes: what each rank left.
         failures: of the ranks that failed.
@@ -59,7 +60,7 @@ class CallState:
     inputs: frozenset[int]
     references: Sequence[bytes]
     deadline: Deadline
-    trace: Trace
+    failure_log: FailureLog
     reports: dict[int, CallReport] = field(default_factory=dict)
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     failures: dict[int, Failure] = field(default_factory=dict)
@@ -123,12 +124,12 @@ class CallState:
             self.failures[rank] = report.failure
             if report.upstream:
                 self.passed_on.add(rank)
-        self.trace.note_watched(self.answers[rank], report)
+        self.failure_log.note_watched(self.answers[rank], report)
 
     def choose(self, failures: Mapping[int, Failure]) -> Failure:
         """The first of the ranks' failures, by their clocks; where an input's own call failed, what became of that."""
         rank = min(failures, key=lambda each: self.reports[each].span.end_s if each in self.reports else float("inf"))
-        return self.trace.find_cause(failures[rank]) if rank in self.passed_on else failures[rank]
+        return self.failure_log.find_cause(failures[rank]) if rank in self.passed_on else failures[rank]
 
     def describe(self, error: Exception, rank: int) -> Failure:
         """A failure of this call that the controller itself found."""

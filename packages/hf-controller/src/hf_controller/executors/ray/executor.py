@@ -28,6 +28,7 @@ from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.supervisor import Supervisor
 from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.executors.ray.wire import pack_once
+from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Deadline
 from hf_controller.groups.dispatch import Call
 from hf_controller.groups.resource_pool import ResourcePool
@@ -101,7 +102,8 @@ class RayExecutor(Executor):
             )
         self.call_timeout_s = call_timeout_s
         # Ray would wait for a cluster that is lost.
-        self.trace = Trace(lambda handles: {} if self._cluster.is_lost else take_ready(handles))
+        self.failure_log = FailureLog(lambda handles: {} if self._cluster.is_lost else take_ready(handles))
+        self.trace = Trace(self.failure_log.take_spans)
         self._start_timeout_s = start_timeout_s
         longest_s = max(call_timeout_s, *(each.seconds for each in self._deadlines.values()), 0.0)
         self._collective_timeout_s = collective_timeout_s or 2 * longest_s
@@ -240,7 +242,7 @@ class RayExecutor(Executor):
         check_pool(pool)
         if pool in self._occupied:
             try:
-                for call in self.trace.find_failed():
+                for call in self.failure_log.find_failed():
                     call.finish()  # while processes live that were not at fault
             finally:
                 self._end(pool, self._occupied[pool].host_sets, orderly=True)
@@ -266,7 +268,7 @@ class RayExecutor(Executor):
 
     def _finish_calls(self) -> None:
         late: set[ResourcePool] = set()
-        for call in self.trace.find_unsettled():
+        for call in self.failure_log.find_unsettled():
             # Where one is late, those behind it wait for it.
             if call.pool not in late and not call.finish():
                 late.add(call.pool)
@@ -341,7 +343,7 @@ class RayExecutor(Executor):
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
         if host_set.failure is not None:
-            self.trace.tell(next(iter(calls.values())).call_id, host_set.failure)
+            self.failure_log.tell(next(iter(calls.values())).call_id, host_set.failure)
             raise host_set.failure.to_error()
         # The same processes run their calls in order; others wait for each other, on every slot.
         after = occupied.find_unfinished(but_for=host_set)
@@ -355,7 +357,7 @@ class RayExecutor(Executor):
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
             else:
-                # The trace holds on to answers: what is large stays apart, and goes when nobody wants it any more.
+                # The log of failures keeps answers: what is large stays apart, and goes when nobody wants it any more.
                 answers[rank], left = actor.run_apart.remote(*message)
                 contents.append(left)
                 if spec.returns != "batch":
@@ -377,7 +379,7 @@ class RayExecutor(Executor):
             inputs=self._supervisor.find_makers(references),
             references=[each.binary() for each in references if isinstance(each, ray.ObjectRef)],
             deadline=self._deadline_of(group, first.method),
-            trace=self.trace,
+            failure_log=self.failure_log,
         )
         collected = spec.protocol.collect(group.topology).ranks
         made = RayCall(
@@ -388,7 +390,7 @@ class RayExecutor(Executor):
             supervisor=self._supervisor,
             store=self._store,
         )
-        self.trace.watch(answers.values(), made.without_results())
+        self.failure_log.watch(answers.values(), made.without_results())
         self._supervisor.watch(state, contents)
         return made
 

@@ -71,7 +71,7 @@ class RayCall:
         )
 
     def finish(self) -> bool:
-        """Wait for every rank and record in the trace why the call failed. Returns True if the call is over.
+        """Wait for every rank and record why the call failed. Returns True if the call is over.
 
         Nothing is recorded for a failure that was reported to the program, or for a group that was released. A call
         that was reported as late is not waited for again.
@@ -82,7 +82,7 @@ class RayCall:
         if not self._await(0.0 if state.is_late else None):
             return False
         if state.failure is not None:
-            state.trace.explain(self, state.failure)
+            state.failure_log.explain(self, state.failure)
         return True
 
     def find_failure(self) -> Failure | None:
@@ -108,7 +108,7 @@ class RayCall:
             )
         if state.failure is not None:
             state.is_told = True
-            state.trace.tell(self.call_id, state.failure)
+            state.failure_log.tell(self.call_id, state.failure)
             raise state.failure.to_error()
         if self._rows is None:  # each item of a listed result asks
             self._rows = [state.reports[rank].num_rows for rank in self._collected]
@@ -134,7 +134,7 @@ class RayCall:
         death = self._supervisor.explain(error.maker)
         if death is None:
             return None
-        self._state.trace.tell(self.call_id, death)
+        self._state.failure_log.tell(self.call_id, death)
         return death.to_error()
 
     def _explain_object(self, error: LostResultError) -> HybridFlowError:
@@ -149,7 +149,7 @@ class RayCall:
                 failure = Failure(
                     **{**failure.__dict__, "pickled": b"", "cause_type": type(cause).__name__, "message": str(cause)}
                 )
-                state.trace.tell(self.call_id, failure)
+                state.failure_log.tell(self.call_id, failure)
                 return failure.to_error()
         return error
 
