@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu
-from hf_protocols import Dataflow, ModelShape
+from hf_protocols import Dataflow, MappingPlan, ModelShape
 
 
 class Problem(NamedTuple):
@@ -53,9 +54,7 @@ def tiny() -> ModelShape:
     )
 
 
-@pytest.fixture(scope="module")
-def oracle() -> ModuleType:
-    """The search's brute force and random problems, for tests that hold other things against them."""
+def load_oracle() -> ModuleType:
     path = Path(__file__).with_name("test_search_oracle.py")
     spec = importlib.util.spec_from_file_location("search_oracle", path)
     assert spec is not None
@@ -63,6 +62,19 @@ def oracle() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def oracle() -> ModuleType:
+    """The search's brute force and random problems, for tests that hold other things against them."""
+    return load_oracle()
+
+
+@pytest.fixture(scope="session")
+def solved() -> Callable[[int], MappingPlan | None]:
+    """The plan of the random problem of a seed, None where nothing fits; several tests look at one search."""
+    module = load_oracle()
+    return functools.cache(lambda seed: module.solve(module.draw_problem(seed)))
 
 
 @pytest.fixture

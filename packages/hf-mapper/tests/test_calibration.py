@@ -55,7 +55,7 @@ def _write(path: Path, rows: list[dict]) -> None:
 
 
 def test_constants_are_found_again(tmp_path: Path) -> None:
-    [cases] = group_cases(read_tables(write_table(tmp_path))).values()
+    [cases] = group_cases(read_tables(write_table(tmp_path, micro_batches=(1, 8)))).values()
     found = fit_constants(cases, tuple(TRUE), steps=400)
     errors = [abs(apply_constants(case, found).predict() / case.measured - 1) for case in cases]
     assert sum(errors) / len(errors) < 0.005
@@ -65,7 +65,7 @@ def test_constants_are_found_again(tmp_path: Path) -> None:
 
 def test_noise_is_not_followed(tmp_path: Path) -> None:
     """Uniform noise of 10 % has a mean of 5 %; a model that the fit never saw is met about as well."""
-    [found] = calibrate_folder(write_table(tmp_path, noise=0.1), steps=200)
+    [found] = calibrate_folder(write_table(tmp_path, noise=0.1))
     assert (found.gpu, found.stack, found.rows) == ("a100", "megatron-2021", 36)
     assert 0.03 < found.mape < 0.07
     assert [error.group for error in found.left_out] == sorted(MODELS)

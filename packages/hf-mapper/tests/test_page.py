@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import html.parser
 import re
 import shutil
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_mapper import MapperConfig, build_page, explain_plan, map_dataflow
-from hf_protocols import MachinePlan, MappingPlan, ModelPlan, PlanError, PoolPlan
+from hf_protocols import MachinePlan, MappingPlan, ModelPlan, ModelShape, PlanError, PoolPlan
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -132,9 +133,25 @@ WIDTHS = (320, 390, 1280)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: install the package `chromium`")
-def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], tmp_path: Path) -> None:
-    """In frames of each width in headless Chromium; a page that is too wide is measured as such."""
-    found = explain_plan(MapperConfig(**paper_problem("safe_rlhf_one_critic", "llama-2-7b", 16)._asdict()))
+def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], tiny: ModelShape, tmp_path: Path) -> None:
+    """In frames of each width in headless Chromium; a page that is too wide is measured as such.
+
+    The tolerances are those of the same roles with small models on two devices, which are found in no time.
+    """
+    problem = MapperConfig(**paper_problem("safe_rlhf_one_critic", "llama-2-7b", 16)._asdict())
+    machine = dataclasses.replace(problem.cluster.machines[0], num_gpus=2, num_machines=1)
+    small = explain_plan(
+        dataclasses.replace(
+            problem,
+            models=dict.fromkeys(problem.models, dataclasses.replace(tiny, max_positions=2048)),
+            cluster=dataclasses.replace(problem.cluster, machines=(machine,)),
+        )
+    )
+    assert small.memory
+    assert len(small.tolerances) > 3
+    found = dataclasses.replace(
+        explain_plan(problem, robustness=False), tolerances=small.tolerances, memory=small.memory
+    )
     page, wide = build_page(found.plan, found), "<!doctype html><div style='width:2000px'>wide</div>"
     measured = _measure([(html, width) for html in (page, wide) for width in WIDTHS], tmp_path)
     for width, of_page, of_wide in zip(WIDTHS, measured[: len(WIDTHS)], measured[len(WIDTHS) :], strict=True):

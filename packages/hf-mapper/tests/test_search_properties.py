@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
 
 from hf_mapper import is_feasible, map_dataflow
 from hf_mapper.search import pools
+from hf_protocols import MappingPlan
+
+Solved = Callable[[int], MappingPlan | None]
 
 
-def test_feasibility_agrees_with_the_search(oracle: ModuleType) -> None:
+@pytest.mark.parametrize("often", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_feasibility_agrees_with_the_search(often: bool, oracle: ModuleType, solved: Solved) -> None:
+    """On the problems that the oracle solves in this lane, four of eight, and a fifth with two models offloaded."""
+    seeds = [seed for seed in range(oracle.NUM_PROBLEMS) if (seed % 8 in (0, 2, 4, 6, 7)) == often]
     answers = []
-    for seed in range(oracle.NUM_PROBLEMS):
+    for seed in seeds:
         problem = oracle.draw_problem(seed)
-        plan = oracle.solve(problem)
+        plan = solved(seed)
         assert is_feasible(*problem[:4], backends=problem.backends) == (plan is not None), seed
         answers.append((plan, problem))
     plans = [(plan, problem) for plan, problem in answers if plan is not None]
-    assert 0.2 * oracle.NUM_PROBLEMS < len(plans) < 0.95 * oracle.NUM_PROBLEMS
+    assert 0.2 * len(seeds) < len(plans) < 0.95 * len(seeds)
     layouts = [model for plan, _ in plans for model in plan.models.values() if model.train is not None]
     counts = [len(plan.pools) - sum(model.train is None for model in plan.models.values()) for plan, _ in plans]
     assert {1, 2, 3} <= set(counts)
@@ -35,7 +42,9 @@ def test_feasibility_agrees_with_the_search(oracle: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_a_gap_is_never_understated(part: int, oracle: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gap_is_never_understated(
+    part: int, oracle: ModuleType, solved: Solved, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stopped anywhere: the optimum is not below `iteration_s * (1 - gap)`, and nothing is simulated any more."""
     built: list[int] = []
     simulate_options = pools.simulate_options
@@ -43,7 +52,7 @@ def test_a_gap_is_never_understated(part: int, oracle: ModuleType, monkeypatch: 
     gaps = []
     for seed in range(part, oracle.NUM_PROBLEMS, 24):
         problem = oracle.draw_problem(seed)
-        best = oracle.solve(problem)
+        best = solved(seed)
         if best is None:
             continue
         least_s = best.estimates["iteration_s"]
@@ -68,10 +77,10 @@ def test_a_gap_is_never_understated(part: int, oracle: ModuleType, monkeypatch: 
     assert min(gaps) < 0.05 < max(gaps), "bounds are tight for some and loose for others"
 
 
-def test_roles_in_another_order_cost_the_same(oracle: ModuleType) -> None:
+def test_roles_in_another_order_cost_the_same(oracle: ModuleType, solved: Solved) -> None:
     for seed in range(0, oracle.NUM_PROBLEMS, 6):
         problem = oracle.draw_problem(seed)
-        plan = oracle.solve(problem)
+        plan = solved(seed)
         calls = problem.dataflow.calls
         reversed_stages = [call for stage in problem.dataflow.stages() for call in reversed(stage)]
         turned = problem._replace(dataflow=dataclasses.replace(problem.dataflow, calls=tuple(reversed_stages)))

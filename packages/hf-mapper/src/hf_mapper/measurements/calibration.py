@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 
 from hf_mapper.constants import find_family
 from hf_mapper.efficiency import EfficiencySpec
+from hf_mapper.measurements.cases import TrainingCase, predict_steps
 from hf_mapper.measurements.collectives import CollectiveCase
 from hf_mapper.measurements.error_metrics import compute_bias, compute_mape
 from hf_mapper.measurements.tables import MeasuredTable, SkipRow, read_tables
 from hf_mapper.measurements.validation import Case, build_cases
+from hf_mapper.specs import ClusterSpec
 from hf_protocols import ConfigError
 from hf_protocols.validation import show
 
@@ -171,7 +173,7 @@ def fit_constants(
         values = dict(zip(names, np.exp(point).tolist(), strict=True))
         if any(values[name] > most for name, most in _MOST.items() if name in values):
             return math.inf
-        predicted = np.array([apply_constants(case, values).predict() for case in cases])
+        predicted = _predict(cases, values)
         return float((weights * np.abs(np.log(predicted / measured))).sum())
 
     best = _minimise(loss, begin, steps)
@@ -231,6 +233,20 @@ def apply_constants(case: Case, values: Mapping[str, float]) -> Case:
     links = {name: value for name, value in values.items() if name not in known}
     kept = {name: getattr(efficiency, name) for name in known}
     return case.with_constants(EfficiencySpec(**{**kept, **own}), **links)
+
+
+def _predict(cases: Sequence[Case], values: Mapping[str, float]) -> NDArray[np.float64]:
+    """Returns what every case would take `[B]` with some constants replaced, once for each cluster."""
+    clusters: dict[ClusterSpec, ClusterSpec] = {}
+    changed: list[Case] = []
+    for case in cases:
+        if case.cluster not in clusters:
+            clusters[case.cluster] = apply_constants(case, values).cluster
+        changed.append(replace(case, cluster=clusters[case.cluster]))
+    steps = [case for case in changed if isinstance(case, TrainingCase) and case.phase == "training"]
+    if len(steps) == len(changed):
+        return predict_steps(steps)
+    return np.array([case.predict() for case in changed])
 
 
 def _minimise(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hf_mapper._catalogue import CATALOGUE
 from hf_mapper._known_models import build_gpt, find_model, guess_model
@@ -27,6 +30,7 @@ __all__ = [
     "find_gpu",
     "find_model_of_row",
     "find_network",
+    "predict_steps",
 ]
 
 Phase = Literal["training", "memory", "prefill", "decode", "generation", "communication"]
@@ -96,6 +100,23 @@ class TrainingCase:
     def with_constants(self, efficiency: EfficiencySpec, **links: float) -> TrainingCase:
         """The same case with other constants."""
         return replace(self, cluster=build_cluster(self.cluster, efficiency, **links))
+
+
+def predict_steps(cases: Sequence[TrainingCase]) -> NDArray[np.float64]:
+    """Returns the simulated seconds `[B]` of measured steps: one simulation for the layouts of one model and workload.
+
+    Cases share a simulation where they share the `cluster` object.
+    """
+    groups: dict[tuple[ModelShape, int, WorkloadSpec], list[int]] = {}
+    for index, case in enumerate(cases):
+        groups.setdefault((case.model, id(case.cluster), case.workload), []).append(index)
+    predicted = np.empty(len(cases))
+    for (model, _, workload), members in groups.items():
+        layouts = [cases[index].parallel for index in members]
+        backends = [cases[index].backend for index in members]
+        cluster = cases[members[0]].cluster
+        predicted[members] = simulate_training(model, cluster, layouts, workload, backend=backends).latency_s
+    return predicted
 
 
 def build_cluster(cluster: ClusterSpec, efficiency: EfficiencySpec, **links: float) -> ClusterSpec:
