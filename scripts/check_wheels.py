@@ -38,19 +38,27 @@ MUST_NOT_LOAD = {
     "hf-controller": ENGINE_LIBRARIES,
 }
 
-# Runs in the package's own environment and prints one JSON object; the last line, should a library print, too.
-PROBE = """
+# Each runs in the package's own environment and prints one JSON object; the last line, should a library print, too.
+# An import in a new environment compiles what it loads, so what is declared is read without one.
+IMPORTED = """
 import importlib, importlib.metadata, json, re, sys
 distribution, module = sys.argv[1:]
 before = set(sys.modules)
 package = importlib.import_module(module)
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-requirements = importlib.metadata.requires(distribution) or []
 canonical = lambda name: re.sub("[-_.]+", "-", name).lower()
 print(json.dumps({
     "loaded": sorted(loaded - set(sys.stdlib_module_names) - {module}),
     "missing": [name for name in package.__all__ if not hasattr(package, name)],
     "installed": sorted({canonical(found.name) for found in importlib.metadata.distributions()}),
+}))
+"""
+DECLARED = """
+import importlib.metadata, json, re, sys
+distribution, _ = sys.argv[1:]
+requirements = importlib.metadata.requires(distribution) or []
+canonical = lambda name: re.sub("[-_.]+", "-", name).lower()
+print(json.dumps({
     "declared": sorted({canonical(re.match("[A-Za-z0-9._-]+", line).group()) for line in requirements}),
     "providers": {
         name: [canonical(provider) for provider in providers]
@@ -97,10 +105,10 @@ def check(package: str, wheel: Path, siblings: Path) -> tuple[list[str], float]:
     try:
         run(UV, "venv", "--quiet", "--python", sys.executable, environment)
         run(*install, f"{package} @ {wheel.as_uri()}")
-        problems = broken_promises(package, probe(python, package))
+        problems = broken_promises(package, probe(python, package, IMPORTED))
         if extras := declared_extras(package):
             run(*install, f"{package}[{','.join(extras)}] @ {wheel.as_uri()}")
-        problems += dishonest_dependencies(package, probe(python, package))
+        problems += dishonest_dependencies(package, probe(python, package, DECLARED))
     except subprocess.CalledProcessError as error:
         problems = [f"{' '.join(map(str, error.cmd[:3]))} ... failed", *error.stderr.splitlines()]
     return problems, time.monotonic() - start
@@ -160,9 +168,9 @@ def runtime_nodes(node: ast.AST) -> Iterator[ast.AST]:
         yield from runtime_nodes(child)
 
 
-def probe(python: Path, package: str) -> dict[str, Any]:
-    """Returns facts of the package from an isolated interpreter of that environment."""
-    output = run(python, "-I", "-c", PROBE, package, package.replace("-", "_"))
+def probe(python: Path, package: str, program: str) -> dict[str, Any]:
+    """Returns facts of the package that a program finds in an isolated interpreter of that environment."""
+    output = run(python, "-I", "-c", program, package, package.replace("-", "_"))
     facts: dict[str, Any] = json.loads(output.splitlines()[-1])
     return facts
 
