@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +17,6 @@ from small_runs import SMALL_RUN, Outcome
 
 NUM_TRAIN = 512
 """Rows of `addition_data` to train on: two of the largest batches of a test."""
-
-
-def pytest_collection_finish() -> None:
-    """Freezes what was imported: a run that ends collects garbage, and would look at all of it for every model."""
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ what to give instead.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from math import nan
 from types import UnionType
@@ -18,6 +18,7 @@ from hf_protocols.errors import HybridFlowError
 __all__ = ["Checks", "are_whole", "describe_names", "shorten", "shorten_list", "show"]
 
 _Kind = TypeVar("_Kind")
+_Item = TypeVar("_Item")
 
 _MOST_SHOWN = 80
 _MOST_LISTED = 3
@@ -39,12 +40,15 @@ def shorten(text: str, most: int = _MOST_SHOWN) -> str:
 
 def describe_names(names: Sequence[str]) -> str:
     """Returns the first names of many for a message, and how many more there are."""
-    return f"[{', '.join(shorten_list([show(name) for name in names]))}]"
+    return f"[{', '.join(shorten_list(names, show))}]"
 
 
-def shorten_list(texts: Sequence[str]) -> list[str]:
-    """Returns the first three of many texts for a message, and how many more there are."""
-    return [*texts[:_MOST_LISTED], *[f"and {len(texts) - _MOST_LISTED} more"] * (len(texts) > _MOST_LISTED)]
+def shorten_list(texts: Sequence[_Item], describe: Callable[[_Item], str] = str) -> list[str]:
+    """Returns the first three of many texts for a message, and how many more there are; only those are described."""
+    return [
+        *map(describe, texts[:_MOST_LISTED]),
+        *[f"and {len(texts) - _MOST_LISTED} more"] * (len(texts) > _MOST_LISTED),
+    ]
 
 
 def _first_part(value: object) -> object:

@@ -69,8 +69,8 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     unknown = list_unknown(body, known)
     if unknown:
         refuse_evaluation(recipe, [place + name for place, name in unknown])
-        lines = [f"unknown key {show(place + name)}{hint(place, name, known)}" for place, name in unknown]
-        raise ConfigError("\n".join(shorten_list(lines)))
+        lines = shorten_list(unknown, lambda key: f"unknown key {show(key[0] + key[1])}{hint(*key, known)}")
+        raise ConfigError("\n".join(lines))
     unwritable = find_unwritable(without_none(body))
     if unwritable is not None:
         key, value, reason = unwritable
