@@ -78,6 +78,7 @@ test-matrix: env ## test every layout, the quickstart with every engine, and fur
 	scripts/env.sh vllm
 	scripts/env.sh sglang
 	$(BIN)/pytest integration-tests -m matrix --timeout 900 $(DURATIONS)
+	$(BIN)/pytest packages/hf-engine -m "matrix and not vllm and not sglang" $(DURATIONS)
 	$(BIN)/python benchmarks/matrix.py
 	$(BIN)/python benchmarks/quickstart_gains.py
 	.venv-sglang/bin/pytest packages/hf-engine/tests/test_sglang.py -m "sglang and slow"

@@ -7,12 +7,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from hf_engine.testing._forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -32,7 +32,7 @@ def _blocks(pages: list[Path]) -> list[Any]:
 def test_a_readmes_block_runs(block: str, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text(block)
-    finished = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    finished = run_forked(program)
     assert finished.returncode == 0, finished.stderr
     # A block that only defines functions is run by a test of its package.
     assert bool(finished.stdout) == ("print(" in block)
@@ -54,7 +54,7 @@ def test_the_page_on_the_data_plane_shows_what_its_blocks_print() -> None:
 def test_a_pages_block_prints_what_the_page_shows(block: str, shown: str, tmp_path: Path) -> None:
     program = tmp_path / "example.py"
     program.write_text(block)
-    finished = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=False)
+    finished = run_forked(program)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == shown
 

@@ -280,8 +280,15 @@ def enter_and_leave_by_collectives(cases, bucket_bytes):
         return enter_and_leave(cases, bucket_bytes)
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 15, 1 << 24])
-@pytest.mark.parametrize("way", [enter_and_leave, enter_and_leave_by_collectives])
+@pytest.mark.parametrize(
+    ("way", "bucket_bytes"),
+    [
+        (enter_and_leave, 1 << 15),
+        (enter_and_leave_by_collectives, 1 << 24),
+        pytest.param(enter_and_leave, 1 << 24, marks=pytest.mark.matrix),
+        pytest.param(enter_and_leave_by_collectives, 1 << 15, marks=pytest.mark.matrix),
+    ],
+)
 def test_equal_shards_take_one_all_gather_per_group_and_bucket(ranks4, way, bucket_bytes):
     """The collective itself, or on the host one message from each member to each other."""
     whole = 4 * UNIFORM.num_parameters

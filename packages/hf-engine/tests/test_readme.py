@@ -8,32 +8,54 @@ from __future__ import annotations
 import ast
 import copy
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hf_engine.testing import write_tiny_model
+from hf_engine.testing._forked_programs import ForkedProgram
 
 README = Path(__file__).parents[1] / "README.md"
 SCRIPT = re.compile(r'^```python title="train_and_generate.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 LINE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) bytes received, wrote (.*)")
 
 
-def run_script(folder, model):
-    """Returns the output of every rank: (loss, bytes received, tokens) by step."""
-    (script,) = SCRIPT.findall(README.read_text())
-    (folder / "train_and_generate.py").write_text(script)
+def launch_torchrun(script, model, folder):
+    """Returns the standard output of every rank."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     logs = ["--redirects", "3", "--log-dir", str(folder / "logs")]
-    command = [*launcher, *logs, str(folder / "train_and_generate.py"), str(model)]
+    command = [*launcher, *logs, str(script), str(model)]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     errors = "".join(path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
     assert finished.returncode == 0, finished.stderr + errors
-    printed = [path.read_text().splitlines() for path in sorted((folder / "logs").rglob("stdout.log"))]
-    matched = [[LINE.fullmatch(line).groups() for line in lines] for lines in printed]
+    return [path.read_text() for path in sorted((folder / "logs").rglob("stdout.log"))]
+
+
+def fork_ranks(script, model, folder):
+    """As torchrun, whose variables the ranks get, without imports of their own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    ranks = [
+        ForkedProgram(script, [str(model)], environment=meeting | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"
+    ]
+    ended = [rank.wait(timeout_s=100) for rank in ranks]
+    assert [rank.returncode for rank in ended] == [0, 0], "".join(rank.stderr for rank in ended)
+    return [rank.stdout for rank in ended]
+
+
+def run_script(launch, folder, model):
+    """Returns the output of every rank: (loss, bytes received, tokens) by step."""
+    (text,) = SCRIPT.findall(README.read_text())
+    script = folder / "train_and_generate.py"
+    script.write_text(text)
+    matched = [[LINE.fullmatch(line).groups() for line in of.splitlines()] for of in launch(script, model, folder)]
     assert [[int(step) for step, *_ in rank] for rank in matched] == [[1, 2, 3]] * 2
     return [[(float(loss), int(size), ast.literal_eval(tokens)) for _, loss, size, tokens in r] for r in matched]
 
@@ -58,11 +80,12 @@ def train_alone(model):
     return results
 
 
-def test_the_script_for_torchrun_writes_what_one_process_writes(tmp_path):
+@pytest.mark.parametrize("launch", [fork_ranks, pytest.param(launch_torchrun, marks=pytest.mark.slow)])
+def test_the_script_for_torchrun_writes_what_one_process_writes(tmp_path, launch):
     model = write_tiny_model(tmp_path / "model")
     expected = train_alone(model)
     equal = 0
-    for found, wanted in zip(run_script(tmp_path, model), expected, strict=True):
+    for found, wanted in zip(run_script(launch, tmp_path, model), expected, strict=True):
         assert [size for _, size, _ in found] == [size for _, size, _ in wanted]
         losses, wanted_losses = (torch.tensor([loss for loss, *_ in steps]) for steps in (found, wanted))
         torch.testing.assert_close(losses, wanted_losses, atol=1e-4, rtol=0)

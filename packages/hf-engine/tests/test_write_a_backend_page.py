@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
+
+from hf_engine.testing._forked_programs import run_forked
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "write-a-rollout-backend.md"
 
@@ -26,13 +25,6 @@ def test_the_package_of_the_page_conforms(tmp_path: Path) -> None:
     ((group, entries),) = project["entry-points"].items()
     lines = [f"{name} = {value}" for name, value in entries.items()]
     (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
-    finished = subprocess.run(
-        [sys.executable, "check.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    environment = {"PYTHONPATH": str(tmp_path)}
+    finished = run_forked(tmp_path / "check.py", folder=tmp_path, environment=environment, timeout_s=300)
     assert finished.stdout.splitlines()[-1:] == ["plain conforms"], finished.stderr

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import multiprocessing
+import multiprocessing.context
 import os
 import pickle
 import sys
@@ -20,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["LocalRanks"]
+__all__ = ["LocalRanks", "fork_context"]
 
 # Imported once, by the process that all ranks are forked from: a start takes milliseconds instead of many seconds.
 _PRELOADED = [
@@ -30,6 +31,13 @@ _PRELOADED = [
     "pytest",  # files of tests import it
     "transformers.models.llama.modeling_llama",
 ]
+
+
+def fork_context() -> multiprocessing.context.ForkServerContext:
+    """Returns the context whose processes are forked from the one that has imported torch and the backends."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
+    return context
 
 
 class LocalRanks:
@@ -103,8 +111,7 @@ class LocalRanks:
             self._directory = None
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOADED)
+        context = fork_context()
         self._directory = tempfile.TemporaryDirectory()
         store = Path(self._directory.name) / "store"
         for rank in range(self._world_size):
