@@ -34,9 +34,10 @@ IN_CI = {
     ("exit", "construction", "one"),
     ("SIGKILL", "after", "one"),
     ("SIGKILL", "generation", "two"),
+    ("SIGKILL", "before", "one"),
     ("SIGSTOP", "inside", "two"),
 }
-"""With the cells under torchrun every row and every column."""
+"""Twelve with the cells under torchrun: every row and every column."""
 MESSAGES = {
     "raise": r"KeyError: 'the rank failed'",
     "exit": r"process \w+/1 is gone: (exit code 7|The actor)",
