@@ -1,4 +1,4 @@
-"""Failures of calls: who has been told of which, and what nobody asked for."""
+"""Failures of calls: which were reported to the program, and which nobody asked for."""
 
 from __future__ import annotations
 
