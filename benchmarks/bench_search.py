@@ -39,7 +39,7 @@ workload = WorkloadSpec(global_batch=prompts, prompt_tokens=1024, response_token
 start = time.perf_counter()
 plan = map_dataflow(dataflow, models, cluster, workload)
 seconds = time.perf_counter() - start
-assert plan.estimates["search"]["complete"]
+assert plan.estimates.search.complete
 print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
 """
 

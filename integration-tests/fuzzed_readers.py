@@ -426,7 +426,13 @@ _PLAN = json.dumps({
             "pool": "models", "backend": "fsdp", "train": {"dp_size": 2}, "generation": {"gen_tp_size": 1},
         }
     },
-    "estimates": {"stages": [{"calls": ["actor.generate_sequences", "actor.compute_logprobs", "actor.update_actor"]}]},
+    "estimates": {
+        "iteration_s": 1.0, "pools": {}, "models": {}, "idle_gpus": 0,
+        "stages": [{
+            "calls": ["actor.generate_sequences", "actor.compute_logprobs", "actor.update_actor"],
+            "latency_s": 1.0, "waits_for": "models",
+        }],
+    },
 })  # fmt: skip
 
 

@@ -240,4 +240,4 @@ def test_the_plan_is_the_mappers_for_the_published_dataflow(
     # Workers read a few columns more than the published ones (the sampler's log-probs, to compare): some bytes more.
     published = map_dataflow(Dataflow.preset("ppo"), models, machines, workload, backends=("fsdp",))
     assert (found.pools, found.models) == (published.pools, published.models)
-    assert found.estimates["iteration_s"] == pytest.approx(published.estimates["iteration_s"], rel=1e-2)
+    assert found.estimates.iteration_s == pytest.approx(published.estimates.iteration_s, rel=1e-2)

@@ -19,7 +19,16 @@ from hf_mapper import (
 from hf_mapper.simulators.layouts import read_generation, read_layouts
 from hf_mapper.simulators.memory import received_weight_bytes
 from hf_mapper.software import SoftwareSpec
-from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelCall, ModelShape, ParallelSpec
+from hf_protocols import (
+    AdapterEstimate,
+    ConfigError,
+    Dataflow,
+    GenerationSpec,
+    MappingPlan,
+    ModelCall,
+    ModelShape,
+    ParallelSpec,
+)
 
 LLAMA = ModelShape.preset("llama-2-7b")
 WHOLE = WorkloadSpec(global_batch=64, prompt_tokens=512, response_tokens=512)
@@ -69,9 +78,11 @@ def test_the_plan_says_what_is_trained() -> None:
     tiny = dataclasses.replace(LLAMA, num_layers=2, hidden_size=64, intermediate_size=128, vocab_size=256)
     given = (Dataflow(name="one", calls=tuple(calls)), {"actor": tiny}, ClusterSpec.host(2, 2**34))
     plans = [map_dataflow(*given, each, backends={"actor": ("fsdp",)}) for each in (WHOLE, ADAPTED)]
-    assert "adapters" not in plans[0].estimates
+    assert plans[0].estimates.adapters is None
+    assert "adapters" not in plans[0].to_json()
     count = count_adapter_parameters(tiny, AdapterSpec(rank=16))
-    assert plans[1].estimates["adapters"] == {"rank": 16, "parameters": {"actor": count}}
+    assert plans[1].estimates.adapters == AdapterEstimate(rank=16, parameters={"actor": count})
+    assert MappingPlan.from_json(plans[1].to_json()) == plans[1]
 
 
 def test_adapters_that_are_sent_alone_are_all_that_is_received() -> None:

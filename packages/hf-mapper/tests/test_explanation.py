@@ -41,7 +41,7 @@ def test_every_class_is_compared_and_the_plan_leads(build: Callable[..., MapperC
     assert found.tolerances == ()
     first, *others = found.alternatives
     assert first.chosen
-    assert first.iteration_s == plan.estimates["iteration_s"]
+    assert first.iteration_s == plan.estimates.iteration_s
     assert len(found.alternatives) == 15
     assert {frozenset(map(frozenset, entry.pools)) for entry in found.alternatives} == {
         frozenset(map(frozenset, partition)) for partition in every_partition(list(problem.models))
@@ -133,13 +133,13 @@ def test_prices_without_scales_are_the_searchs_own(build: Callable[..., MapperCo
 
 def test_bottleneck_is_the_longest_stage_and_its_resource(build: Callable[..., MapperConfig]) -> None:
     found = explain_plan(build("ppo", "llama-2-7b", 32), robustness=False)
-    stages = found.plan.estimates["stages"]
-    longest = max(range(len(stages)), key=lambda index: stages[index]["latency_s"])
+    stages = found.plan.estimates.stages
+    longest = max(range(len(stages)), key=lambda index: stages[index].latency_s)
     assert found.bottleneck.stage == longest
-    assert list(found.bottleneck.calls) == stages[longest]["calls"]
-    assert "+".join(found.bottleneck.pool) == stages[longest]["waits_for"]
+    assert found.bottleneck.calls == stages[longest].calls
+    assert "+".join(found.bottleneck.pool) == stages[longest].waits_for
     assert found.bottleneck.resource in found.bottleneck.saved_s
-    assert all(0 <= saved < found.plan.estimates["iteration_s"] for saved in found.bottleneck.saved_s.values())
+    assert all(0 <= saved < found.plan.estimates.iteration_s for saved in found.bottleneck.saved_s.values())
 
 
 def test_one_more_machine_is_a_search_on_the_larger_cluster(
@@ -149,8 +149,8 @@ def test_one_more_machine_is_a_search_on_the_larger_cluster(
     larger = build("ppo", "llama-2-7b", 24)
     plan = map_dataflow(larger.dataflow, larger.models, larger.cluster, larger.workload)
     assert extension.num_machines == 3
-    assert extension.iteration_s == plan.estimates["iteration_s"]
-    assert extension.idle_gpus == plan.estimates["idle_gpus"]
+    assert extension.iteration_s == plan.estimates.iteration_s
+    assert extension.idle_gpus == plan.estimates.idle_gpus
 
 
 def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., MapperConfig], whole: Explanation) -> None:
@@ -161,7 +161,7 @@ def test_a_stop_leaves_out_what_was_not_found_by_then(build: Callable[..., Mappe
         asked = itertools.count()
         found = explain_plan(problem, lambda asked=asked, limit=limit: next(asked) >= limit)
         seen.add((len(found.alternatives), len(found.extensions), len(found.tolerances)))
-        if found.plan.estimates["search"]["complete"]:
+        if found.plan.estimates.search.complete:
             assert found.plan == whole.plan
             assert set(found.alternatives) <= set(whole.alternatives)
             assert set(found.extensions) <= set(whole.extensions)

@@ -75,7 +75,7 @@ def test_plain_sizes_plan_as_the_named_model_does(model: ModelShape, named: str,
     cluster = ClusterSpec(machines=(MACHINE,), inter_bandwidth_bytes_per_s=100e9)
     flow = Dataflow.preset("ppo")
     plain_s, named_s = (
-        map_dataflow(flow, dict.fromkeys(flow.roles, shape), cluster, WORKLOAD).estimates["iteration_s"]
+        map_dataflow(flow, dict.fromkeys(flow.roles, shape), cluster, WORKLOAD).estimates.iteration_s
         for shape in (model, ModelShape.preset(named))
     )
     assert plain_s == pytest.approx(named_s, rel=apart)

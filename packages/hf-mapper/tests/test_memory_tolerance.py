@@ -44,7 +44,7 @@ def test_ends_are_where_brute_force_has_them(oracle: ModuleType) -> None:
             plan, pools = find_pools(given)
         except PlanError:
             continue
-        ends, plan_s = compute_memory_tolerance(given, pools, lambda: False), plan.estimates["iteration_s"]
+        ends, plan_s = compute_memory_tolerance(given, pools, lambda: False), plan.estimates.iteration_s
         assert ends is not None
         assert ends.optimal_from <= 1 <= ends.optimal_to
         for inside in (ends.optimal_from * (1 + 1e-5), (1 + ends.optimal_to) / 2, ends.optimal_to * (1 - 1e-5)):
@@ -68,7 +68,7 @@ def test_the_fullest_pool_bounds_how_much_more_may_be_needed(build: Callable[...
     plan, pools = find_pools(problem)
     found = compute_memory_tolerance(problem, pools, lambda: False)
     assert found is not None
-    fullest = max(pool["memory_bytes"] / pool["usable_bytes"] for pool in plan.estimates["pools"].values())
+    fullest = max(pool.memory_bytes / pool.usable_bytes for pool in plan.estimates.pools.values())
     assert found.optimal_to == pytest.approx(1 / fullest)
     assert found.largest_error == min(found.optimal_to - 1, 1 - found.optimal_from)
 

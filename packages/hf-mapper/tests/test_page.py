@@ -6,13 +6,24 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_mapper import MapperConfig, build_page, explain_plan, map_dataflow
-from hf_protocols import MachinePlan, MappingPlan, ModelPlan, ModelShape, PlanError, PoolPlan
+from hf_protocols import (
+    MachinePlan,
+    MappingPlan,
+    ModelPlan,
+    ModelShape,
+    PlanError,
+    PlanEstimates,
+    PoolEstimate,
+    PoolPlan,
+    StageEstimate,
+)
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -75,32 +86,32 @@ def test_bars_add_up_to_the_iteration(plan: MappingPlan) -> None:
     """The bars of a pool cover its stages' times: what is not idle."""
     time = build_page(plan).split("<h2>Time</h2>")[1].split("<h2>Memory of every device</h2>")[0]
     charts = time.split("<h3>")[1:]
-    placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
+    placed = [pool for pool in plan.pools if pool.name in plan.estimates.pools]
     assert len(charts) == len(placed)
     for chart, pool in zip(charts, placed, strict=True):
         widths = [
             float(width) for width in re.findall(r'<g class="bar c\d"><rect x="[\d.]+%" width="([\d.]+)%"', chart)
         ]
-        busy = sum(plan.estimates["pools"][pool.name]["stage_s"]) / plan.estimates["iteration_s"]
+        busy = sum(plan.estimates.pools[pool.name].stage_s) / plan.estimates.iteration_s
         assert sum(widths) == pytest.approx(100 * busy, abs=0.1 * len(widths))
 
 
 def test_every_device_has_a_bar(plan: MappingPlan) -> None:
     """One track for each of the 128 devices, and one for the wide bar of each pool and each row of the chart."""
     memory = build_page(plan).split("<h2>Memory of every device</h2>")[1].split("<h2>Layouts</h2>")[0]
-    placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
+    placed = [pool for pool in plan.pools if pool.name in plan.estimates.pools]
     assert memory.count('class="track"') == sum(pool.num_slots for pool in placed) + len(placed) == 128 + len(placed)
 
 
 def test_many_machines_are_counted_instead_of_drawn() -> None:
     pool = PoolPlan(name="actor", machines=(MachinePlan(gpu_kind="h100", slots=8),) * 1000)
-    estimates = {
-        "iteration_s": 1.0,
-        "stages": [{"calls": ["actor.update_actor"], "latency_s": 1.0, "waits_for": "actor"}],
-        "pools": {"actor": {"stage_s": [1.0], "memory_bytes": 2**30, "usable_bytes": 2**31}},
-        "models": {},
-        "idle_gpus": 0,
-    }
+    estimates = PlanEstimates(
+        iteration_s=1.0,
+        stages=(StageEstimate(calls=("actor.update_actor",), latency_s=1.0, waits_for="actor"),),
+        pools={"actor": PoolEstimate(stage_s=(1.0,), memory_bytes=2**30, usable_bytes=2**31)},
+        models={},
+        idle_gpus=0,
+    )
     plan = MappingPlan(pools=(pool,), models={"actor": ModelPlan(pool="actor", backend="fsdp")}, estimates=estimates)
     page = build_page(plan)
     assert "and 936 machines more, filled alike" in page
@@ -108,9 +119,9 @@ def test_many_machines_are_counted_instead_of_drawn() -> None:
 
 
 def test_names_are_escaped(plan: MappingPlan) -> None:
-    first = plan.estimates["stages"][0] | {"calls": ["<script>alert(1)</script>"]}
-    estimates = dict(plan.estimates, stages=[first, *plan.estimates["stages"][1:]])
-    page = build_page(MappingPlan(pools=plan.pools, models=plan.models, estimates=estimates))
+    first = replace(plan.estimates.stages[0], calls=("<script>alert(1)</script>",))
+    estimates = replace(plan.estimates, stages=(first, *plan.estimates.stages[1:]))
+    page = build_page(replace(plan, estimates=estimates))
     assert "<script" not in page
     assert "&lt;script&gt;" in page
 

@@ -90,7 +90,7 @@ def test_equal_inputs_give_equal_plans(paper_problem: Callable[..., Any]) -> Non
 
 def test_128_gpus_one_by_one_are_searched_to_the_end(paper_problem: Callable[..., Any]) -> None:
     plan = map_dataflow(*paper_problem("ppo", "llama-2-7b", 128))
-    assert plan.estimates["search"]["complete"]
+    assert plan.estimates.search.complete
 
 
 @pytest.mark.parametrize(("model", "count"), [("llama-2-7b", 128), ("llama-2-13b", 192)])
@@ -109,7 +109,7 @@ def test_large_clusters_split_the_models_and_small_ones_do_not(
 
 def test_more_machines_are_never_slower(paper_problem: Callable[..., Any]) -> None:
     times = [
-        map_dataflow(*paper_problem("remax", "llama-2-13b", count)).estimates["iteration_s"]
+        map_dataflow(*paper_problem("remax", "llama-2-13b", count)).estimates.iteration_s
         for count in (8, 16, 24, 32, 40, 48, 64)
     ]
     assert times == sorted(times, reverse=True)
@@ -136,10 +136,10 @@ def test_a_stop_sign_returns_the_best_so_far(paper_problem: Callable[..., Any]) 
 
     full, stopped = map_dataflow(*problem), map_dataflow(*problem, stop)
     assert asked == 1
-    assert full.estimates["search"]["complete"]
-    assert not stopped.estimates["search"]["complete"]
-    assert 0 < stopped.estimates["search"]["gap"] < 1
-    assert stopped.estimates["iteration_s"] >= full.estimates["iteration_s"]
+    assert full.estimates.search.complete
+    assert not stopped.estimates.search.complete
+    assert 0 < stopped.estimates.search.gap < 1
+    assert stopped.estimates.iteration_s >= full.estimates.iteration_s
 
 
 def test_a_stop_sign_that_never_comes_changes_nothing(paper_problem: Callable[..., Any]) -> None:
@@ -167,7 +167,7 @@ def test_ties_go_to_fewer_pools_and_fewer_devices(tiny: ModelShape) -> None:
     models = {"worker": tiny, "idler": tiny}
     plan = map_dataflow(dataflow, models, ClusterSpec.host(4, 2**30), workload)
     assert [(pool.name, pool.num_slots) for pool in plan.pools] == [("worker+idler", 1)]
-    assert plan.estimates["idle_gpus"] == 3
+    assert plan.estimates.idle_gpus == 3
 
 
 def test_the_cost_is_the_sum_over_stages_of_the_slowest_pool() -> None:
@@ -178,20 +178,18 @@ def test_estimates_add_up(paper_problem: Callable[..., Any]) -> None:
     problem = paper_problem("ppo", "llama-2-70b", 128)
     plan = map_dataflow(*problem)
     estimates = plan.estimates
-    for name, pool in estimates["pools"].items():
-        models = [estimates["models"][role] for role in plan.roles_of(name)]
-        assert pool["stage_s"] == pytest.approx(
-            [sum(times) for times in zip(*(m["stage_s"] for m in models), strict=True)]
-        )
-        needed = sum(model["state_bytes"] for model in models) + max(model["work_bytes"] for model in models)
-        assert pool["memory_bytes"] == pytest.approx(needed)
-        assert pool["memory_bytes"] <= pool["usable_bytes"] < problem.cluster.machine.gpu.memory_bytes
-    by_pool = [pool["stage_s"] for pool in estimates["pools"].values()]
+    for name, pool in estimates.pools.items():
+        models = [estimates.models[role] for role in plan.roles_of(name)]
+        assert pool.stage_s == pytest.approx([sum(times) for times in zip(*(m.stage_s for m in models), strict=True)])
+        needed = sum(model.state_bytes for model in models) + max(model.work_bytes for model in models)
+        assert pool.memory_bytes == pytest.approx(needed)
+        assert pool.memory_bytes <= pool.usable_bytes < problem.cluster.machine.gpu.memory_bytes
+    by_pool = [pool.stage_s for pool in estimates.pools.values()]
     slowest = [max(times) for times in zip(*by_pool, strict=True)]
-    assert [stage["latency_s"] for stage in estimates["stages"]] == slowest
-    assert estimates["iteration_s"] == pytest.approx(sum(slowest))
-    used = sum(pool.num_slots for pool in plan.pools if pool.name in estimates["pools"])
-    assert used + estimates["idle_gpus"] == 128
+    assert [stage.latency_s for stage in estimates.stages] == slowest
+    assert estimates.iteration_s == pytest.approx(sum(slowest))
+    used = sum(pool.num_slots for pool in plan.pools if pool.name in estimates.pools)
+    assert used + estimates.idle_gpus == 128
 
 
 def test_ragged_lengths_are_planned_and_take_less_time(paper_problem: Callable[..., Any]) -> None:
@@ -200,7 +198,7 @@ def test_ragged_lengths_are_planned_and_take_less_time(paper_problem: Callable[.
     short, full = (
         map_dataflow(*problem._replace(workload=workload)).estimates for workload in (ragged, problem.workload)
     )
-    assert short["iteration_s"] < full["iteration_s"]
+    assert short.iteration_s < full.iteration_s
 
 
 def test_backends_by_role_are_those_of_the_plan(tiny: ModelShape) -> None:

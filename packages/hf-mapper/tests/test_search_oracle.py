@@ -343,7 +343,7 @@ def describe(plan: MappingPlan, problem: Problem) -> tuple[float, int, int]:
     """(seconds, pools, devices), the seconds priced again from the plan's layouts."""
     placed = [pool for pool in plan.pools if set(plan.roles_of(pool.name)) & set(problem.models)]
     devices = sum(pool.num_slots for pool in placed)
-    assert devices + plan.estimates["idle_gpus"] == problem.cluster.num_gpus
+    assert devices + plan.estimates.idle_gpus == problem.cluster.num_gpus
     kinds = [machine.gpu.kind for machine in problem.cluster.machines]
     stages = []
     for pool in placed:
@@ -361,7 +361,7 @@ def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> 
     seconds = {kind: seconds_of(kind, *given, backend=chosen.backend) for kind in {*kinds} - {"generation"}}
     transition_s = 0.0
     if chosen.generation is not None:
-        waves = plan.estimates["models"][role]["generation_waves"]
+        waves = plan.estimates.models[role].generation_waves
         rollout = simulate_generation(*given, generation=chosen.generation, num_waves=waves, backend=chosen.backend)
         transition_s = rollout.breakdown["transition_s"]
         seconds["generation"] = rollout.latency_s - transition_s
@@ -387,4 +387,4 @@ def test_the_search_finds_what_brute_force_finds(part: int, solved: Callable[[in
             continue
         found = describe(plan, problem)
         assert found == pytest.approx(expected, rel=1e-8), seed
-        assert plan.estimates["iteration_s"] == pytest.approx(expected[0], rel=1e-8), seed
+        assert plan.estimates.iteration_s == pytest.approx(expected[0], rel=1e-8), seed

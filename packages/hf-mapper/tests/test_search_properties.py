@@ -33,7 +33,7 @@ def test_feasibility_agrees_with_the_search(often: bool, oracle: ModuleType, sol
     assert any(model.train.tp_size > 1 for model in layouts)
     assert any(model.train.pp_size > 1 for model in layouts)
     assert any(model.train.dp_size > 1 for model in layouts)
-    assert any(plan.estimates["idle_gpus"] for plan, _ in plans)
+    assert any(plan.estimates.idle_gpus for plan, _ in plans)
     offloaded = [sum(model.offload for model in plan.models.values()) for plan, _ in plans]
     assert {0, 1, 2} <= set(offloaded)
     assert any(
@@ -55,7 +55,7 @@ def test_a_gap_is_never_understated(
         best = solved(seed)
         if best is None:
             continue
-        least_s = best.estimates["iteration_s"]
+        least_s = best.estimates.iteration_s
         for limit in (1, 2, 5, 20, 100):
             asked: list[int] = []
 
@@ -64,16 +64,16 @@ def test_a_gap_is_never_understated(
                 return len(asked) == limit
 
             found = map_dataflow(*problem[:4], stop, backends=problem.backends).estimates
-            search, reached_s = found["search"], found["iteration_s"]
-            assert search["complete"] == (len(asked) < limit), seed
-            if search["complete"]:
-                assert (search["gap"], reached_s) == (0, pytest.approx(least_s, rel=1e-8)), seed
+            search, reached_s = found.search, found.iteration_s
+            assert search.complete == (len(asked) < limit), seed
+            if search.complete:
+                assert (search.gap, reached_s) == (0, pytest.approx(least_s, rel=1e-8)), seed
                 continue
             assert len(asked) == limit, "a sign that was given is not asked for again"
             assert len(built) == asked[-1], "the stop is at once"
-            assert 0 <= search["gap"] < 1
-            assert reached_s * (1 - search["gap"]) <= least_s * (1 + 1e-9) <= reached_s * (1 + 2e-8), seed
-            gaps.append(search["gap"])
+            assert 0 <= search.gap < 1
+            assert reached_s * (1 - search.gap) <= least_s * (1 + 1e-9) <= reached_s * (1 + 2e-8), seed
+            gaps.append(search.gap)
     assert min(gaps) < 0.05 < max(gaps), "bounds are tight for some and loose for others"
 
 
@@ -88,4 +88,4 @@ def test_roles_in_another_order_cost_the_same(oracle: ModuleType, solved: Solved
         assert len(calls) == len(reversed_stages)
         if plan is not None:
             assert other is not None
-            assert other.estimates["iteration_s"] == pytest.approx(plan.estimates["iteration_s"], rel=1e-8)
+            assert other.estimates.iteration_s == pytest.approx(plan.estimates.iteration_s, rel=1e-8)

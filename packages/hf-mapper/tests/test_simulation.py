@@ -50,16 +50,16 @@ def test_the_plan_that_was_found_simulates_to_its_own_estimates(preset: str, sha
     found = simulate_placement(flow, shapes, machines, WORKLOAD, read_placement(plan))
     assert found.plan.models == plan.models
     assert found.plan.pools == plan.pools
-    assert found.iteration_s == pytest.approx(plan.estimates["iteration_s"], rel=1e-12)
-    for stage, wanted in zip(found.plan.estimates["stages"], plan.estimates["stages"], strict=True):
-        assert stage == {**wanted, "latency_s": pytest.approx(wanted["latency_s"], rel=1e-12)}
+    assert found.iteration_s == pytest.approx(plan.estimates.iteration_s, rel=1e-12)
+    for stage, wanted in zip(found.plan.estimates.stages, plan.estimates.stages, strict=True):
+        assert stage == replace(wanted, latency_s=pytest.approx(wanted.latency_s, rel=1e-12))
     # the calls of a pool add up to its time in each stage
-    for name, pool in plan.estimates["pools"].items():
-        for number, seconds in enumerate(pool["stage_s"]):
+    for name, pool in plan.estimates.pools.items():
+        for number, seconds in enumerate(pool.stage_s):
             parts = [call.latency_s for call in found.calls if (call.pool, call.stage) == (name, number)]
             assert sum(parts) == pytest.approx(seconds)
         largest = max(call.memory_bytes for call in found.calls if call.pool == name)
-        assert largest == pytest.approx(pool["memory_bytes"])
+        assert largest == pytest.approx(pool.memory_bytes)
     assert not found.overfull
 
 
@@ -79,7 +79,7 @@ def test_search_finds_the_best_of_all_placements() -> None:
             if not simulated.overfull:
                 found.append(simulated.iteration_s)
     plan = map_dataflow(PPO, shapes, machines, WORKLOAD)
-    assert min(found) == pytest.approx(plan.estimates["iteration_s"], rel=1e-9)
+    assert min(found) == pytest.approx(plan.estimates.iteration_s, rel=1e-9)
     assert max(found) > 1.05 * min(found), "placements differ"
 
 
@@ -102,7 +102,7 @@ def test_every_call_is_what_its_simulator_says() -> None:
         plan = found.plan.models[call.role]
         assert plan.train is not None
         if call.kind == "generation":
-            waves = found.plan.estimates["models"][call.role]["generation_waves"]
+            waves = found.plan.estimates.models[call.role].generation_waves
             estimate = simulate_generation(
                 LARGE, machines, plan.train, WORKLOAD,
                 generation=plan.generation or GenerationSpec(), num_waves=waves, backend=plan.backend,
@@ -177,12 +177,12 @@ def test_plan_over_two_entries_simulates_to_its_estimates() -> None:
     assert plan.pools[0].machines[0].slots == 8, "the better machine is the second entry"
     found = simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(MappingPlan.from_json(plan.to_json())))
     assert found.plan.pools == plan.pools
-    for stage, wanted in zip(found.plan.estimates["stages"], plan.estimates["stages"], strict=True):
-        assert stage == {**wanted, "latency_s": pytest.approx(wanted["latency_s"], rel=1e-12)}
-    pools = found.plan.estimates["pools"]
-    for name, wanted in plan.estimates["pools"].items():
-        assert pools[name] == {**wanted, "stage_s": pytest.approx(wanted["stage_s"], rel=1e-12)}
-    assert pools.keys() == plan.estimates["pools"].keys()
+    for stage, wanted in zip(found.plan.estimates.stages, plan.estimates.stages, strict=True):
+        assert stage == replace(wanted, latency_s=pytest.approx(wanted.latency_s, rel=1e-12))
+    pools = found.plan.estimates.pools
+    for name, wanted in plan.estimates.pools.items():
+        assert pools[name] == replace(wanted, stage_s=pytest.approx(wanted.stage_s, rel=1e-12))
+    assert pools.keys() == plan.estimates.pools.keys()
 
 
 def test_entries_of_one_kind_are_numbered() -> None:
@@ -205,7 +205,7 @@ def test_a_plan_that_does_not_say_which_entry_is_asked() -> None:
         with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
             simulate_placement(PPO, shapes, both, WORKLOAD, pools)
     plan = map_dataflow(PPO, shapes, both, WORKLOAD)
-    written = replace(plan, estimates={})  # by hand, without what the mapper leaves
+    written = replace(plan, estimates=None)  # by hand, without what the mapper leaves
     with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
         simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(written))
 
@@ -217,7 +217,7 @@ def test_simulation_prefers_edited_machines_to_estimates() -> None:
     plan = simulate_placement(PPO, models(SMALL), both, WORKLOAD, pools).plan
     edited = MappingPlan.from_json(plan.to_json().replace('"gpu_kind": "h100"', '"gpu_kind": "a100-80"'))
     found = simulate_placement(PPO, models(SMALL), both, WORKLOAD, read_placement(edited))
-    assert found.iteration_s > plan.estimates["iteration_s"]
+    assert found.iteration_s > plan.estimates.iteration_s
 
 
 PROBLEM = """

@@ -63,5 +63,5 @@ def test_no_word_of_a_plan_is_cut(width: int) -> None:
     assert max(len(line) for line in text.splitlines()) <= width
     for role in plan.models:
         assert re.search(rf"\b{role}\b", text)
-    for stage in plan.estimates["stages"]:
-        assert all(re.search(rf"(^|\s){re.escape(call)}(\s|$)", text) for call in stage["calls"])
+    for stage in plan.estimates.stages:
+        assert all(re.search(rf"(^|\s){re.escape(call)}(\s|$)", text) for call in stage.calls)

@@ -122,8 +122,8 @@ def test_models_are_offloaded_only_if_memory_is_short(paper_problem: Callable[..
         map_dataflow(*problem)
     plan = map_dataflow(*with_host_memory(problem, 2 * 10**12))
     assert any(model.offload for model in plan.models.values())
-    for model in plan.estimates["models"].values():
-        assert (model["host_bytes"] > 0) == (model["state_bytes"] == 0)
+    for model in plan.estimates.models.values():
+        assert (model.host_bytes > 0) == (model.state_bytes == 0)
     roomy = with_host_memory(paper_problem("ppo", "llama-2-7b", 64), 2 * 10**12)
     assert map_dataflow(*roomy) == map_dataflow(*paper_problem("ppo", "llama-2-7b", 64))
 
@@ -131,11 +131,11 @@ def test_models_are_offloaded_only_if_memory_is_short(paper_problem: Callable[..
 def test_offloaded_models_share_the_host_memory(paper_problem: Callable[..., Any]) -> None:
     """34B PPO on 16 GPUs has to offload actor and critic, each of which would fit into a little less than both need."""
     problem = with_host_memory(paper_problem("ppo", "codellama-34b", 16), 2 * 10**12)
-    plenty = map_dataflow(*problem).estimates["models"]
-    held = [8 * plenty[role]["host_bytes"] for role in ("actor", "critic")]
+    plenty = map_dataflow(*problem).estimates.models
+    held = [8 * plenty[role].host_bytes for role in ("actor", "critic")]
     plan = map_dataflow(*with_host_memory(problem, int(sum(held)) + 1))
     assert [role for role, model in plan.models.items() if model.offload] == ["actor", "critic"]
-    assert [8 * plan.estimates["models"][role]["host_bytes"] for role in ("actor", "critic")] == held
+    assert [8 * plan.estimates.models[role].host_bytes for role in ("actor", "critic")] == held
     less = int(0.97 * sum(held))  # other layouts save a hundredth
     assert max(held) < less
     with pytest.raises(PlanError, match="no placement of actor codellama-34b"):
@@ -147,9 +147,9 @@ def test_a_plan_that_offloads_simulates_to_its_own_estimates(paper_problem: Call
     plan = map_dataflow(*problem)
     found = simulate_placement(*problem, read_placement(plan))
     assert found.plan.models == plan.models
-    assert found.iteration_s == pytest.approx(plan.estimates["iteration_s"], rel=1e-12)
+    assert found.iteration_s == pytest.approx(plan.estimates.iteration_s, rel=1e-12)
     largest = max(call.memory_bytes for call in found.calls)
-    assert largest == pytest.approx(max(pool["memory_bytes"] for pool in plan.estimates["pools"].values()))
+    assert largest == pytest.approx(max(pool.memory_bytes for pool in plan.estimates.pools.values()))
     assert sum(call.breakdown["offload_s"] for call in found.calls) > 0
     assert all(call.breakdown["transfer_s"] > 0 for call in found.calls)
     with pytest.raises(PlanError, match="only host_memory_bytes of the machines let a model be offloaded"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -9,14 +10,20 @@ import pytest
 
 from hf_protocols import (
     SCHEMA_VERSION,
+    AdapterEstimate,
     ConfigError,
     GenerationSpec,
     MachinePlan,
     MappingPlan,
+    ModelEstimate,
     ModelPlan,
     ParallelSpec,
     PlanError,
+    PlanEstimates,
+    PoolEstimate,
     PoolPlan,
+    SearchEstimate,
+    StageEstimate,
     TopologyError,
     load_plan,
 )
@@ -42,7 +49,23 @@ PLAN = MappingPlan(
         "reference": ModelPlan(pool="scoring", backend="fsdp", train=ParallelSpec(dp_size=4), micro_batch_tokens=16384),
         "advantage": ModelPlan(pool="advantage", backend="function"),
     },
-    estimates={"iteration_s": 12.5, "stages": [{"name": "generation", "latency_s": 8.25}], "complete": True},
+    estimates=PlanEstimates(
+        iteration_s=12.5,
+        stages=(
+            StageEstimate(calls=("actor.generate_sequences",), latency_s=12.5, waits_for="main"),
+            StageEstimate(calls=("advantage.compute_advantages",), latency_s=0.0, waits_for=None),
+        ),
+        pools={"main": PoolEstimate(stage_s=(12.5, 0.0), memory_bytes=2.0**36, usable_bytes=2.0**37, machines="a100")},
+        models={
+            "actor": ModelEstimate(
+                stage_s=(12.5, 0.0), state_bytes=2.0**35, work_bytes=2.0**34, host_bytes=0.0, generation_waves=2
+            )
+        },
+        idle_gpus=3,
+        search=SearchEstimate(complete=False, gap=0.25, placements_tried=7),
+        largest_generation="1-8",
+        adapters=AdapterEstimate(rank=16, parameters={"actor": 4096}),
+    ),
 )
 
 
@@ -64,7 +87,8 @@ def test_defaults_may_be_left_out_of_the_text() -> None:
     )
     plan = MappingPlan.from_json(text)
     assert plan.models["actor"] == ModelPlan(pool="main", backend="fsdp", train=ParallelSpec(dp_size=2))
-    assert plan.estimates == {}
+    assert plan.estimates is None
+    assert json.loads(plan.to_json())["estimates"] == {}
 
 
 def test_pools_and_roles_are_looked_up_by_name() -> None:
@@ -166,15 +190,15 @@ def test_values_that_cannot_run_are_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), {1, 2}])
-def test_estimates_that_json_cannot_hold_are_refused(value: object) -> None:
-    plan = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": value})
+def test_estimates_that_json_cannot_hold_are_refused(value: Any) -> None:
+    plan = replace(PLAN, estimates=replace(PLAN.require_estimates(), iteration_s=value))
     with pytest.raises(PlanError, match="the plan's estimates do not fit into JSON"):
         plan.to_json()
 
 
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
 def test_what_to_json_refuses_is_not_read(name: str) -> None:
-    text = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"iteration_s": 7.25}).to_json()
+    text = replace(PLAN, estimates=replace(PLAN.require_estimates(), iteration_s=7.25)).to_json()
     with pytest.raises(PlanError, match=f"^{name} is not a number of JSON. Regenerate the plan"):
         MappingPlan.from_json(text.replace("7.25", name))
 
@@ -230,8 +254,10 @@ def test_plans_are_made_of_plans() -> None:
         MappingPlan(pools=PLAN.pools, models=wrong)
     with pytest.raises(PlanError, match=r"^a plan's models=.*: give a mapping of roles to ModelPlans"):
         MappingPlan(pools=PLAN.pools, models={"actor": wrong})
-    with pytest.raises(PlanError, match=r"^a plan's estimates=3: give a mapping"):
+    with pytest.raises(PlanError, match=r"^a plan's estimates=3: give PlanEstimates or None"):
         MappingPlan(pools=PLAN.pools, models={}, estimates=wrong)
+    with pytest.raises(PlanError, match=r"^a plan's estimates=\{\}: give PlanEstimates or None"):
+        MappingPlan(pools=PLAN.pools, models={}, estimates={})  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"^the machines of pool 'main'=3: give MachinePlans"):
         PoolPlan(name="main", machines=wrong)
 
@@ -257,20 +283,10 @@ def test_text_that_cannot_be_held_is_refused(text: Any, message: str) -> None:
         MappingPlan.from_json(text)
 
 
-def test_estimates_are_kept_as_json_holds_them() -> None:
-    given: Any = MappingProxyType({"tuple": (1, (2.5, "x")), "proxy": [MappingProxyType({"a": None})]})
-    plan = MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates=given)
-    assert plan.estimates == {"tuple": [1, [2.5, "x"]], "proxy": [{"a": None}]}
-    assert MappingPlan.from_json(plan.to_json()) == plan
-
-
-def test_estimates_that_would_be_read_as_others_are_refused() -> None:
-    cycle: dict[str, Any] = {}
-    cycle["self"] = cycle
-    with pytest.raises(PlanError, match=r"^a plan's estimates.stages\[1\]: the key 3 is not text"):
-        MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates={"stages": [0, {3: 1}]})
-    with pytest.raises(PlanError, match=r"^a plan's estimates nest too deeply for JSON"):
-        MappingPlan(pools=PLAN.pools, models=PLAN.models, estimates=cycle)
+def test_a_plan_that_reports_has_estimates() -> None:
+    assert PLAN.require_estimates() is PLAN.estimates
+    with pytest.raises(PlanError, match=r"^this plan lacks estimates: make it with map_dataflow"):
+        make().require_estimates()
 
 
 @pytest.mark.parametrize("role", [3, "", None])

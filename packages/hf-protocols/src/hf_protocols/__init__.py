@@ -25,6 +25,14 @@ from hf_protocols.errors import (
     WorkerError,
     WorkerTimeoutError,
 )
+from hf_protocols.estimates import (
+    AdapterEstimate,
+    ModelEstimate,
+    PlanEstimates,
+    PoolEstimate,
+    SearchEstimate,
+    StageEstimate,
+)
 from hf_protocols.machine import MachineLimits, read_machine_limits
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.models import ModelShape
@@ -65,6 +73,7 @@ __all__ = [
     "THREE_D_ALL_MICRO_DP",
     "THREE_D_PP_AS_DP",
     "THREE_D_PP_ONLY",
+    "AdapterEstimate",
     "Axis",
     "BackendError",
     "BackendUnavailableError",
@@ -84,6 +93,7 @@ __all__ = [
     "MethodSpec",
     "ModelCall",
     "ModelError",
+    "ModelEstimate",
     "ModelPlan",
     "ModelShape",
     "NonFiniteLossError",
@@ -92,7 +102,9 @@ __all__ = [
     "PerRank",
     "Piece",
     "PlanError",
+    "PlanEstimates",
     "PoolError",
+    "PoolEstimate",
     "PoolPlan",
     "ProtocolError",
     "ReshardError",
@@ -100,6 +112,8 @@ __all__ = [
     "Route",
     "RowIndex",
     "RowSelection",
+    "SearchEstimate",
+    "StageEstimate",
     "StateError",
     "Topology",
     "TopologyError",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
 from hf_protocols.errors import HybridFlowError, PlanError
+from hf_protocols.estimates import PlanEstimates, read_estimates
 from hf_protocols.paths import read_text
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.validation import Checks, shorten, show
@@ -100,7 +101,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MappingPlan:
-    """Pools, the model of every role, and the estimates that led to the choice, as JSON holds them: tuples are lists.
+    """Pools, the model of every role, and the estimates that led to the choice: None for a plan written by hand.
 
     Raises:
         PlanError: if a model names a pool that does not exist, needs another number of ranks than its pool has
@@ -109,7 +110,7 @@ class MappingPlan:
 
     pools: tuple[PoolPlan, ...]
     models: Mapping[str, ModelPlan]
-    estimates: Mapping[str, Any] = field(default_factory=dict)
+    estimates: PlanEstimates | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pools", _check.kinds("a plan's pools", self.pools, PoolPlan, "PoolPlans"))
@@ -118,12 +119,8 @@ class MappingPlan:
         _check.kinds("a plan's models", self.models.values(), ModelPlan, wanted)
         for role in self.models:
             _check.name("a role of a plan's models", role)
-        _check.kind("a plan's estimates", self.estimates, Mapping, "a mapping")
+        _check.kind("a plan's estimates", self.estimates, PlanEstimates | None, "PlanEstimates or None")
         object.__setattr__(self, "models", dict(self.models))
-        try:
-            object.__setattr__(self, "estimates", _hold_as_json("a plan's estimates", self.estimates))
-        except RecursionError:
-            raise PlanError("a plan's estimates nest too deeply for JSON") from None
         names = [pool.name for pool in self.pools]
         if len(set(names)) < len(names):
             raise PlanError(f"two pools share a name among {', '.join(names)}: pools never overlap")
@@ -154,13 +151,24 @@ class MappingPlan:
         """Returns the roles that share `pool`, in the plan's order."""
         return tuple(role for role, model in self.models.items() if model.pool == pool)
 
+    def require_estimates(self) -> PlanEstimates:
+        """Returns the estimates.
+
+        Raises:
+            PlanError: for a plan without estimates.
+        """
+        if self.estimates is None:
+            raise PlanError("this plan lacks estimates: make it with map_dataflow to report on it")
+        return self.estimates
+
     def to_json(self) -> str:
         """Returns the plan as JSON text, with keys in a fixed order and a newline at the end.
 
         Raises:
             PlanError: for estimates that JSON cannot hold.
         """
-        body = {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        estimates = {} if self.estimates is None else self.estimates.to_body()
+        body = {"schema_version": SCHEMA_VERSION, **asdict(self), "estimates": estimates}
         try:
             return json.dumps(body, indent=2, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
@@ -184,7 +192,7 @@ class MappingPlan:
             raise PlanError(
                 f"this plan has schema_version {show(version)}, this release reads {SCHEMA_VERSION}. {_REMEDY}"
             )
-        return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_as_object)
+        return _read(cls, "the plan", body, pools=_read_pools, models=_read_models, estimates=_read_plan_estimates)
 
 
 def load_plan(path: Path, what: str = "the plan") -> MappingPlan:
@@ -210,18 +218,6 @@ def load_plan(path: Path, what: str = "the plan") -> MappingPlan:
 
 _REMEDY = "Regenerate the plan"
 _NO_PLAN = "not a mapping plan"
-
-
-def _hold_as_json(place: str, value: Any) -> Any:
-    """Returns the value as JSON reads it back: objects with string keys, and lists."""
-    if isinstance(value, Mapping):
-        for key in value:
-            if not isinstance(key, str):
-                raise PlanError(f"{place}: the key {show(key)} is not text, as JSON's keys are. Use its name")
-        return {key: _hold_as_json(f"{place}.{key}", each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_hold_as_json(f"{place}[{index}]", each) for index, each in enumerate(value)]
-    return value
 
 
 def _refuse_surrogates(body: Any) -> None:
@@ -306,6 +302,11 @@ def _read_models(place: str, value: Any) -> dict[str, ModelPlan]:
         role: _read(ModelPlan, f"{place}.{shorten(role)}", model, **sizes)
         for role, model in _as_object(place, value).items()
     }
+
+
+def _read_plan_estimates(place: str, value: Any) -> PlanEstimates | None:
+    body = _as_object(place, value)
+    return read_estimates(body) if body else None
 
 
 def _read_sizes(kind: type[Spec], place: str, value: Any) -> Spec | None:

@@ -175,7 +175,7 @@ def compare_classes(
             found.append(_describe(demands, partition, chosen, reason, chosen=True))
         elif not should_stop():
             pools, search = search_partitions(table, demands, [partition], should_stop)
-            if search["complete"]:
+            if search.complete:
                 found.append(_compare(problem, demands, partition, pools, chosen))
     return tuple(sorted(found, key=_rank))
 

@@ -87,15 +87,16 @@ def try_extensions(problem: MapperConfig, iteration_s: float, should_stop: StopS
         machines = (*problem.cluster.machines[:index], more, *problem.cluster.machines[index + 1 :])
         cluster = replace(problem.cluster, machines=machines)
         plan, _ = find_pools(replace(problem, cluster=cluster), should_stop)
-        if not plan.estimates["search"]["complete"]:
+        estimates = plan.require_estimates()
+        if not estimates.search.complete:
             break
         found.append(
             Extension(
                 gpu_kind=problem.cluster.names[index],
                 num_machines=more.num_machines,
-                iteration_s=plan.estimates["iteration_s"],
-                saved_part=1 - plan.estimates["iteration_s"] / iteration_s,
-                idle_gpus=plan.estimates["idle_gpus"],
+                iteration_s=estimates.iteration_s,
+                saved_part=1 - estimates.iteration_s / iteration_s,
+                idle_gpus=estimates.idle_gpus,
             )
         )
     return tuple(found)

@@ -60,11 +60,12 @@ def explain_plan(problem: MapperConfig, should_stop: StopSign | None = None, *, 
     """
     sign = _Remembered(should_stop or (lambda: False))
     plan, pools = find_pools(problem, sign)
+    estimates = plan.require_estimates()
     return Explanation(
         plan=plan,
-        alternatives=compare_classes(problem, pools, sign, complete=plan.estimates["search"]["complete"]),
+        alternatives=compare_classes(problem, pools, sign, complete=estimates.search.complete),
         bottleneck=find_bottleneck(problem, pools),
-        extensions=try_extensions(problem, plan.estimates["iteration_s"], sign),
+        extensions=try_extensions(problem, estimates.iteration_s, sign),
         tolerances=compute_tolerances(problem, pools, sign) if robustness else (),
         memory=compute_memory_tolerance(problem, pools, sign) if robustness else None,
         complete=not sign.given,

@@ -77,7 +77,7 @@ def _search(problem: MapperConfig, factor: float, should_stop: StopSign) -> tupl
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(roomy, demands)
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
-    return pools if search["complete"] else None
+    return pools if search.complete else None
 
 
 def _share_memory(machine: MachineSpec, factor: float) -> MachineSpec:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from hf_mapper.explain.estimates import check_estimates
 from hf_mapper.explain.explanation import Explanation
 from hf_mapper.explain.reasons import (
     describe_bottleneck,
@@ -22,7 +21,7 @@ from hf_mapper.explain.report import (
     describe_role,
     format_layout,
 )
-from hf_protocols import MachinePlan, MappingPlan, PoolPlan
+from hf_protocols import MachinePlan, MappingPlan, PlanEstimates, PoolPlan
 from hf_protocols.drawing import (
     Bar,
     Lane,
@@ -54,8 +53,7 @@ def build_page(plan: MappingPlan, explanation: Explanation | None = None) -> str
     Raises:
         PlanError: for a plan without the mapper's estimates.
     """
-    check_estimates(plan)
-    seconds = format_seconds(plan.estimates["iteration_s"])
+    seconds = format_seconds(plan.require_estimates().iteration_s)
     lead = escape(_summarise(plan, explanation))
     header = f'<p class="brand">HybridFlow <span>PLACEMENT</span></p><h1>{seconds} s for an iteration</h1><p>{lead}</p>'
     parts = [
@@ -69,14 +67,14 @@ def build_page(plan: MappingPlan, explanation: Explanation | None = None) -> str
 
 
 def _summarise(plan: MappingPlan, explanation: Explanation | None) -> str:
-    found = plan.estimates.get("search", {})
-    placed = [pool for pool in plan.pools if pool.name in plan.estimates["pools"]]
+    estimates = plan.require_estimates()
+    placed = [pool for pool in plan.pools if pool.name in estimates.pools]
     devices = sum(pool.num_slots for pool in placed)
-    idle = plan.estimates["idle_gpus"]
+    idle = estimates.idle_gpus
     said = [
         f"{len(placed)} pool{'s' * (len(placed) > 1)} on {devices} device{'s' * (devices > 1)}"
         + (f", {idle} idle" if idle else "")
-        + ("" if found.get("complete", True) else " (search stopped: the best so far)")
+        + ("" if estimates.search.complete else " (search stopped: the best so far)")
         + "."
     ]
     if (limit := describe_generation_limit(plan)) is not None:
@@ -88,40 +86,40 @@ def _summarise(plan: MappingPlan, explanation: Explanation | None) -> str:
 
 def _draw_time(plan: MappingPlan) -> str:
     """A lane for each model, pool by pool; in a stage the models of a pool run one after another."""
-    total = plan.estimates["iteration_s"] or 1.0
-    stages = plan.estimates["stages"]
-    busy = [index for index, stage in enumerate(stages) if stage["latency_s"]]
+    estimates = plan.require_estimates()
+    total, stages = estimates.iteration_s or 1.0, estimates.stages
+    busy = [index for index, stage in enumerate(stages) if stage.latency_s]
     names = {
-        f"stage {index + 1}: {', '.join(stages[index]['calls'])}, {format_seconds(stages[index]['latency_s'])} s": index
+        f"stage {index + 1}: {', '.join(stages[index].calls)}, {format_seconds(stages[index].latency_s)} s": index
         for index in busy
     }
     parts = [render_legend(choose_colours(names))]
     for pool in plan.pools:
-        if pool.name not in plan.estimates["pools"]:
+        if pool.name not in estimates.pools:
             continue
-        roles = [role for role in plan.roles_of(pool.name) if role in plan.estimates["models"]]
-        idle = 1 - sum(plan.estimates["pools"][pool.name]["stage_s"]) / total
+        roles = [role for role in plan.roles_of(pool.name) if role in estimates.models]
+        idle = 1 - sum(estimates.pools[pool.name].stage_s) / total
         devices = escape(describe_devices(plan, pool))
         parts.append(f"<h3>{escape(pool.name)}</h3>")
         parts.append(f'<p class="soft">{devices}, idle {100 * max(0.0, idle):.0f} % of the time</p>')
-        lanes = _build_lanes(plan, roles, busy)
+        lanes = _build_lanes(estimates, roles, busy)
         parts.append(render_lanes(lanes, span=total, format_tick=lambda tick: "0 s" if tick == 0 else f"{tick:g}"))
     return "".join(parts)
 
 
-def _build_lanes(plan: MappingPlan, roles: Sequence[str], busy: Sequence[int]) -> list[Lane]:
+def _build_lanes(estimates: PlanEstimates, roles: Sequence[str], busy: Sequence[int]) -> list[Lane]:
     bars: dict[str, list[Bar]] = {role: [] for role in roles}
     start = 0.0
     for number, index in enumerate(busy):
         at = start
         for role in roles:
-            seconds = plan.estimates["models"][role]["stage_s"][index]
+            seconds = estimates.models[role].stage_s[index]
             if seconds:
                 title = f"{role}, stage {index + 1}: {format_seconds(seconds)} s from {format_seconds(at)} s"
                 bar = Bar(start=at, end=at + seconds, title=title, colour=number % 8, text=f"stage {index + 1}")
                 bars[role].append(bar)
                 at += seconds
-        start += plan.estimates["stages"][index]["latency_s"]
+        start += estimates.stages[index].latency_s
     return [
         Lane(label=role, note="", description="; ".join(bar.title for bar in own), bars=own)
         for role, own in bars.items()
@@ -130,15 +128,16 @@ def _build_lanes(plan: MappingPlan, roles: Sequence[str], busy: Sequence[int]) -
 
 def _draw_memory(plan: MappingPlan) -> Iterable[str]:
     """Of each pool one wide bar with its parts, then a small bar for every device."""
+    estimates = plan.require_estimates()
     for pool in plan.pools:
-        estimate = plan.estimates["pools"].get(pool.name)
+        estimate = estimates.pools.get(pool.name)
         if estimate is None:
             continue
-        roles = [role for role in plan.roles_of(pool.name) if role in plan.estimates["models"]]
-        states = {role: plan.estimates["models"][role]["state_bytes"] for role in roles}
+        roles = [role for role in plan.roles_of(pool.name) if role in estimates.models]
+        states = {role: estimates.models[role].state_bytes for role in roles}
         parts = [(f"{role}: resident memory", states[role]) for role in roles]
-        parts.append(("the largest call", max(0.0, estimate["memory_bytes"] - sum(states.values()))))
-        used, usable = estimate["memory_bytes"], estimate["usable_bytes"]
+        parts.append(("the largest call", max(0.0, estimate.memory_bytes - sum(states.values()))))
+        used, usable = estimate.memory_bytes, estimate.usable_bytes
         yield f"<h3>{escape(pool.name)}</h3>"
         yield f"<p>{format_gib(used)} of {format_gib(usable)} GiB that can be used on each of {pool.num_slots}</p>"
         yield render_stack([(f"{name} {format_gib(size)} GiB", size / usable) for name, size in parts])
@@ -173,8 +172,9 @@ def _draw_machine(number: int, machine: MachinePlan, full: float) -> str:
 
 def _tabulate_models(plan: MappingPlan) -> str:
     rows = []
+    estimates = plan.require_estimates().models
     for role, model in plan.models.items():
-        estimate = plan.estimates["models"].get(role)
+        estimate = estimates.get(role)
         if model.train is None or estimate is None:
             rows.append((role, model.pool, model.backend, "-", "-", "-"))
             continue
@@ -182,9 +182,9 @@ def _tabulate_models(plan: MappingPlan) -> str:
             describe_role(role, model),
             model.pool,
             f"{format_layout(model.train)} {model.backend}",
-            describe_generation(model, estimate["generation_waves"]),
-            format_gib(estimate["state_bytes"]),
-            format_gib(estimate["work_bytes"]),
+            describe_generation(model, estimate.generation_waves),
+            format_gib(estimate.state_bytes),
+            format_gib(estimate.work_bytes),
         ))  # fmt: skip
     headings = ("model", "pool", "pp-tp-dp", "generates pp-tp", "GiB that stay", "GiB of a call")
     return render_table(headings, rows, numbers=(4, 5), style="stacked")

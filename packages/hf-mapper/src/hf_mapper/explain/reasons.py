@@ -92,7 +92,7 @@ def describe_winner(plan: MappingPlan, winner: tuple[tuple[str, ...], ...]) -> s
     """The pools that take over, or that only the layouts change."""
     if not winner:
         return "-"
-    own = {frozenset(plan.roles_of(pool.name)) for pool in plan.pools if pool.name in plan.estimates["pools"]}
+    own = {frozenset(plan.roles_of(pool.name)) for pool in plan.pools if pool.name in plan.require_estimates().pools}
     return "other layouts" if set(map(frozenset, winner)) == own else describe_pools(winner)
 
 

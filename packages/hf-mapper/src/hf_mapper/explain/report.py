@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_mapper.explain.estimates import check_estimates
 from hf_mapper.explain.terminal import print_table
 from hf_mapper.measurements.calibration import Calibration
 from hf_mapper.measurements.traces import StageError
@@ -19,7 +17,15 @@ from hf_mapper.measurements.validation import SourceErrors
 from hf_mapper.search.planning import find_machines
 from hf_mapper.search.simulation import Simulation
 from hf_mapper.specs import SHIPPED_GENERATION
-from hf_protocols import GenerationSpec, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
+from hf_protocols import (
+    GenerationSpec,
+    MappingPlan,
+    ModelPlan,
+    ParallelSpec,
+    PlanEstimates,
+    PoolEstimate,
+    PoolPlan,
+)
 from hf_protocols.drawing import format_gib, format_seconds
 
 __all__ = [
@@ -45,12 +51,12 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
     Raises:
         PlanError: for a plan without the mapper's estimates.
     """
-    check_estimates(plan)
-    print_table(console, _build_pool_table(plan), drop=("GiB on each", "devices"))
-    stages = [f"stage {number}" for number in range(len(plan.estimates["stages"]), 0, -1)]
-    print_table(console, _build_model_table(plan), drop=("work", "state", *stages, "generate"))
-    print_table(console, _build_stage_table(plan), drop=("waits for pool", "s"))
-    console.print(_build_summary(plan))
+    estimates = plan.require_estimates()
+    print_table(console, _build_pool_table(plan, estimates), drop=("GiB on each", "devices"))
+    stages = [f"stage {number}" for number in range(len(estimates.stages), 0, -1)]
+    print_table(console, _build_model_table(plan, estimates), drop=("work", "state", *stages, "generate"))
+    print_table(console, _build_stage_table(estimates), drop=("waits for pool", "s"))
+    console.print(_build_summary(plan, estimates))
 
 
 def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
@@ -105,64 +111,57 @@ def build_table(title: str, *headings: str) -> Table:
     return table
 
 
-def _build_pool_table(plan: MappingPlan) -> Table:
+def _build_pool_table(plan: MappingPlan, estimates: PlanEstimates) -> Table:
     table = build_table("Pools", "pool", "devices")
     table.add_column("GiB on each", no_wrap=True)
     for pool in plan.pools:
-        table.add_row(pool.name, describe_devices(plan, pool), _draw_memory(plan.estimates["pools"].get(pool.name)))
+        table.add_row(pool.name, describe_devices(plan, pool), _draw_memory(estimates.pools.get(pool.name)))
     return table
 
 
-def _build_model_table(plan: MappingPlan) -> Table:
+def _build_model_table(plan: MappingPlan, estimates: PlanEstimates) -> Table:
     """Seconds stand in the columns of the stages that take any."""
-    estimates = plan.estimates["models"]
-    busy = [index for index, stage in enumerate(plan.estimates["stages"]) if stage["latency_s"]]
+    busy = [index for index, stage in enumerate(estimates.stages) if stage.latency_s]
     table = build_table("Models: layouts pp-tp-dp and pp-tp, seconds in each stage, GiB on each device", "model")
     table.add_column("train", no_wrap=True)
     table.add_column("generate", overflow="fold")
     for heading in (*(f"stage\n{index + 1}" for index in busy), "state", "work"):
         table.add_column(heading, justify="right", no_wrap=True)
     for role, model in plan.models.items():
-        if model.train is None or role not in estimates:
+        estimate = estimates.models.get(role)
+        if model.train is None or estimate is None:
             table.add_row(role, model.backend)
             continue
-        estimate = estimates[role]
         table.add_row(
             describe_role(role, model),
             f"{format_layout(model.train)} {model.backend}",
-            describe_generation(model, estimate["generation_waves"]),
-            *(format_seconds(estimate["stage_s"][index]) for index in busy),
-            format_gib(estimate["state_bytes"]),
-            format_gib(estimate["work_bytes"]),
+            describe_generation(model, estimate.generation_waves),
+            *(format_seconds(estimate.stage_s[index]) for index in busy),
+            format_gib(estimate.state_bytes),
+            format_gib(estimate.work_bytes),
         )
     return table
 
 
-def _build_stage_table(plan: MappingPlan) -> Table:
+def _build_stage_table(estimates: PlanEstimates) -> Table:
     table = build_table("Stages", "stage", "calls", "s", "waits for pool")
-    for number, stage in enumerate(plan.estimates["stages"], start=1):
-        table.add_row(
-            str(number),
-            "\n".join(stage["calls"]),
-            format_seconds(stage["latency_s"]),
-            stage["waits_for"] or "-",
-        )
+    for number, stage in enumerate(estimates.stages, start=1):
+        table.add_row(str(number), "\n".join(stage.calls), format_seconds(stage.latency_s), stage.waits_for or "-")
     return table
 
 
-def _build_summary(plan: MappingPlan) -> Text:
-    estimates = plan.estimates
-    idle = f", {estimates['idle_gpus']} devices idle" if estimates["idle_gpus"] else ""
-    found = estimates.get("search", {})
-    gap = f"{100 * found['gap']:.2g} %" if "gap" in found else "an unknown part"
-    proven = "" if found.get("complete", True) else f" (search stopped: the best so far, at most {gap} from the best)"
-    summary = Text(f"iteration {format_seconds(estimates['iteration_s'])} s{idle}{proven}", style="bold")
+def _build_summary(plan: MappingPlan, estimates: PlanEstimates) -> Text:
+    idle = f", {estimates.idle_gpus} devices idle" if estimates.idle_gpus else ""
+    found = estimates.search
+    gap = "an unknown part" if found.gap is None else f"{100 * found.gap:.2g} %"
+    proven = "" if found.complete else f" (search stopped: the best so far, at most {gap} from the best)"
+    summary = Text(f"iteration {format_seconds(estimates.iteration_s)} s{idle}{proven}", style="bold")
     tokens = sorted({model.micro_batch_tokens for model in plan.models.values() if model.train is not None})
     bounds = " or ".join(f"{count:,}" for count in tokens)
     summary.append(f"\nassumes micro_batch_tokens = {bounds} (from the configuration; not tuned by the mapper)", "none")
-    if (adapters := estimates.get("adapters")) is not None:
-        sizes = ", ".join(f"{count:,} parameters of {role}" for role, count in adapters["parameters"].items())
-        summary.append(f"\ntrains adapters of rank {adapters['rank']}, {sizes}; the base is frozen, in float32", "none")
+    if (adapters := estimates.adapters) is not None:
+        sizes = ", ".join(f"{count:,} parameters of {role}" for role, count in adapters.parameters.items())
+        summary.append(f"\ntrains adapters of rank {adapters.rank}, {sizes}; the base is frozen, in float32", "none")
     if (limit := describe_generation_limit(plan)) is not None:
         summary.append(f"\n{limit}", "none")
     return summary
@@ -170,8 +169,8 @@ def _build_summary(plan: MappingPlan) -> Text:
 
 def describe_generation_limit(plan: MappingPlan) -> str | None:
     """States the generation layouts that were searched and how to allow more; None for all or unknown."""
-    largest = plan.estimates.get("largest_generation")
-    if not isinstance(largest, str) or all(model.generation is None for model in plan.models.values()):
+    largest = plan.estimates.largest_generation if plan.estimates else None
+    if largest is None or all(model.generation is None for model in plan.models.values()):
         return None
     shipped = ", what the shipped engines run" if largest == format_layout(SHIPPED_GENERATION) else ""
     return f"generation layouts of at most {largest}{shipped} (largest_generation of the workload)"
@@ -203,13 +202,13 @@ def describe_generation(model: ModelPlan, num_waves: int | None) -> str:
     return format_layout(model.generation) + waves
 
 
-def _draw_memory(pool: Any) -> Text:
+def _draw_memory(pool: PoolEstimate | None) -> Text:
     if pool is None:
         return Text("-")
-    part = pool["memory_bytes"] / pool["usable_bytes"]
+    part = pool.memory_bytes / pool.usable_bytes
     full = min(_BAR_CELLS, round(part * _BAR_CELLS))
     bar = "#" * full + "." * (_BAR_CELLS - full)
-    return Text(f"{bar} {format_gib(pool['memory_bytes'])} of {format_gib(pool['usable_bytes'])}")
+    return Text(f"{bar} {format_gib(pool.memory_bytes)} of {format_gib(pool.usable_bytes)}")
 
 
 def format_layout(layout: ParallelSpec | GenerationSpec) -> str:

@@ -189,6 +189,6 @@ def _search(table: PoolTable, demands: Mapping[str, ModelDemand], should_stop: S
     if should_stop():
         raise _StoppedError
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
-    if not search["complete"]:
+    if not search.complete:
         raise _StoppedError
     return _Rival(pools=pools, seconds=price_pools(pools, demands, table.cluster, table.workload))

@@ -203,7 +203,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
         raise ConfigError(f"the run's model {run / 'model' / 'config.json'}: {error}") from None
     try:
         stages = _measure(events)
-        planned = Counter(name for stage in plan.estimates.get("stages", ()) for name in stage["calls"])
+        planned = Counter(name for stage in plan.estimates.stages for name in stage.calls) if plan.estimates else {}
         WorkloadSpec(**workload)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         names = f"{path}, or summary.json or plan.json next to it,"
@@ -225,7 +225,7 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
                 backend=placed.backend,
                 workload=WorkloadSpec(**{**workload, "micro_batch_tokens": placed.micro_batch_tokens}),
                 measured=measured,
-                times=max(1, planned[f"{role}.{method}"]),
+                times=max(1, planned.get(f"{role}.{method}", 1)),
             )
         )
     if not found:

@@ -14,8 +14,7 @@ gives the largest possible distance of the result from the best.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,10 +23,10 @@ from hf_mapper.config import MapperConfig
 from hf_mapper.search.demand import ModelDemand, build_demands, find_function_roles
 from hf_mapper.search.feasibility import build_infeasible_error
 from hf_mapper.search.placements import PoolRequest, fits, pack, set_partitions
-from hf_mapper.search.planning import PoolPlacement, build_plan, describe_adapters
+from hf_mapper.search.planning import PoolPlacement, build_plan, estimate_adapters
 from hf_mapper.search.pools import PoolOption, PoolTable, build_table
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
-from hf_protocols import Dataflow, MappingPlan, ModelShape
+from hf_protocols import Dataflow, MappingPlan, ModelShape, SearchEstimate
 
 __all__ = ["StopSign", "compute_cost", "find_pools", "map_dataflow", "search_partitions"]
 
@@ -51,7 +50,7 @@ def map_dataflow(
 
     A role without a model (a reward function, advantages) gets a host slot of its own, in addition to the cluster's.
     `should_stop` is called between candidates once a plan is known. When it returns True, the best plan so far is
-    returned and `estimates["search"]` has `complete: False`. Its `gap` is proven: no plan takes less than
+    returned and `estimates.search.complete` is False. Its `gap` is proven: no plan takes less than
     `iteration_s * (1 - gap)`; after a complete search it is 0. `backends` are the training backends to choose from,
     for all roles or by role; by default FSDP on host slots, and FSDP and Megatron on accelerators.
 
@@ -74,10 +73,15 @@ def find_pools(
         raise build_infeasible_error(problem)
     functions = find_function_roles(problem.dataflow, problem.models)
     plan = build_plan(
-        problem.dataflow, problem.cluster, problem.workload, pools=pools, functions=functions, search=search
+        problem.dataflow,
+        problem.cluster,
+        problem.workload,
+        pools=pools,
+        functions=functions,
+        search=search,
+        adapters=estimate_adapters(problem.dataflow, problem.models, problem.workload),
     )
-    adapters = describe_adapters(problem.dataflow, problem.models, problem.workload)
-    return replace(plan, estimates={**plan.estimates, **adapters}), pools
+    return plan, pools
 
 
 def search_partitions(
@@ -85,13 +89,13 @@ def search_partitions(
     demands: Mapping[str, ModelDemand],
     partitions: Iterable[Sequence[Sequence[str]]],
     should_stop: StopSign | None = None,
-) -> tuple[tuple[PoolPlacement, ...], dict[str, Any]]:
+) -> tuple[tuple[PoolPlacement, ...], SearchEstimate]:
     """Returns the best pools among `partitions` of the roles, empty if nothing fits, and facts about the search."""
     number_of = {role: table.demands.index(demand) for role, demand in demands.items()}
     search = _Search(table=table, number_of=number_of, should_stop=should_stop or (lambda: False))
     for partition in partitions:
         search.try_partition([tuple(sorted(roles, key=lambda role: number_of[role])) for roles in partition])
-    found = {"complete": not search.stopped, "gap": search.gap, "placements_tried": search.placements_tried}
+    found = SearchEstimate(complete=not search.stopped, gap=search.gap, placements_tried=search.placements_tried)
     return search.best, found
 
 

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hf_mapper.adapters import count_adapter_parameters
 from hf_mapper.search.parallelism import ModelOption
 from hf_mapper.search.placements import Slots
 from hf_mapper.search.pools import PoolOption
 from hf_mapper.specs import HOST_KIND, ClusterSpec, WorkloadSpec
-from hf_protocols import Dataflow, MachinePlan, MappingPlan, ModelPlan, ModelShape, PoolPlan
+from hf_protocols import (
+    AdapterEstimate,
+    Dataflow,
+    MachinePlan,
+    MappingPlan,
+    ModelEstimate,
+    ModelPlan,
+    ModelShape,
+    PlanEstimates,
+    PoolEstimate,
+    PoolPlan,
+    SearchEstimate,
+    StageEstimate,
+)
 
-__all__ = ["FUNCTION_BACKEND", "PoolPlacement", "build_plan", "describe_adapters", "find_machines"]
+__all__ = ["FUNCTION_BACKEND", "PoolPlacement", "build_plan", "estimate_adapters", "find_machines"]
 
 FUNCTION_BACKEND = "function"
 
@@ -34,15 +46,12 @@ def build_plan(
     *,
     pools: Sequence[PoolPlacement],
     functions: Sequence[str],
-    search: Mapping[str, Any],
+    search: SearchEstimate,
+    adapters: AdapterEstimate | None = None,
 ) -> MappingPlan:
     """The plan of `pools` and of one host slot for each of `functions`; roles in the dataflow's order.
 
-    A pool is named after its roles, joined by `+`. `estimates` has `iteration_s`; per stage its calls, its time
-    and the pool that it waits for; per pool its time in each stage, bytes used and usable per device, and the name of
-    its machines (`ClusterSpec.names`); per model its time in each stage, state, work and host bytes per device and
-    generation waves; the idle devices; `search`; and, as `pp-tp`, the sizes that `largest_generation` allowed, or
-    None.
+    A pool is named after its roles, joined by `+`.
     """
     order = {role: number for number, role in enumerate(dataflow.roles)}
     named = {"+".join(sorted(pool.roles, key=order.__getitem__)): pool for pool in pools}
@@ -54,21 +63,29 @@ def build_plan(
         role: _plan_model(*chosen[role], workload) if role in chosen else ModelPlan(pool=role, backend=FUNCTION_BACKEND)
         for role in dataflow.roles
     }
+    stages = _estimate_stages(dataflow, named)
     host = tuple(PoolPlan(name=role, machines=(MachinePlan(gpu_kind=HOST_KIND, slots=1),)) for role in functions)
     return MappingPlan(
         pools=(*(_plan_pool(name, pool, cluster) for name, pool in named.items()), *host),
         models=models,
-        estimates=_build_estimates(dataflow, cluster, named, chosen, search)
-        | {"largest_generation": _format_largest(workload)},
+        estimates=PlanEstimates(
+            iteration_s=sum(stage.latency_s for stage in stages),
+            stages=stages,
+            pools={name: _estimate_pool(pool, cluster) for name, pool in named.items()},
+            models={role: _estimate_model(chosen[role][1]) for role in dataflow.roles if role in chosen},
+            idle_gpus=cluster.num_gpus - sum(pool.option.request.num_gpus for pool in pools),
+            search=search,
+            largest_generation=_format_largest(workload),
+            adapters=adapters,
+        ),
     )
 
 
 def find_machines(plan: MappingPlan, pool: str, kind: str) -> str:
     """The name of the pool's machines in the estimates; their kind where that was edited, or nothing is said."""
-    estimates = plan.estimates.get("pools", {})
-    of_pool = estimates.get(pool, {}) if isinstance(estimates, Mapping) else {}
-    name = of_pool.get("machines", kind) if isinstance(of_pool, Mapping) else kind
-    return name if isinstance(name, str) and name.partition("#")[0] == kind else kind
+    estimate = plan.estimates.pools.get(pool) if plan.estimates else None
+    name = estimate.machines if estimate else None
+    return name if name and name.partition("#")[0] == kind else kind
 
 
 def _plan_pool(name: str, pool: PoolPlacement, cluster: ClusterSpec) -> PoolPlan:
@@ -91,42 +108,25 @@ def _plan_model(pool: str, option: ModelOption, workload: WorkloadSpec) -> Model
     )
 
 
-def _build_estimates(
-    dataflow: Dataflow,
-    cluster: ClusterSpec,
-    pools: Mapping[str, PoolPlacement],
-    chosen: Mapping[str, tuple[str, ModelOption]],
-    search: Mapping[str, Any],
-) -> dict[str, Any]:
-    stages: list[dict[str, Any]] = []
+def _estimate_stages(dataflow: Dataflow, pools: Mapping[str, PoolPlacement]) -> tuple[StageEstimate, ...]:
+    stages = []
     for index, calls in enumerate(dataflow.stages()):
         waits_for = max(pools, key=lambda name: pools[name].option.stage_s[index])
         seconds = pools[waits_for].option.stage_s[index]
-        names = [f"{call.role}.{call.method}" for call in calls]
-        stages.append({"calls": names, "latency_s": seconds, "waits_for": waits_for if seconds else None})
-    used = sum(pool.option.request.num_gpus for pool in pools.values())
-    return {
-        "iteration_s": sum(stage["latency_s"] for stage in stages),
-        "stages": stages,
-        "pools": {name: _estimate_pool(pool, cluster) for name, pool in pools.items()},
-        "models": {role: _estimate_model(chosen[role][1]) for role in dataflow.roles if role in chosen},
-        "idle_gpus": cluster.num_gpus - used,
-        "search": dict(search),
-    }
+        names = tuple(f"{call.role}.{call.method}" for call in calls)
+        stages.append(StageEstimate(calls=names, latency_s=seconds, waits_for=waits_for if seconds else None))
+    return tuple(stages)
 
 
-def describe_adapters(
+def estimate_adapters(
     dataflow: Dataflow, models: Mapping[str, ModelShape], workload: WorkloadSpec
-) -> dict[str, dict[str, Any]]:
-    """The estimate `adapters`: their rank, and their parameters in each trained model.
-
-    It is absent where whole weights are trained.
-    """
+) -> AdapterEstimate | None:
+    """Their rank, and their parameters in each trained model; None where whole weights are trained."""
     if workload.adapters is None:
-        return {}
+        return None
     trained = dict.fromkeys(call.role for call in dataflow.calls if call.kind == "training" and call.role in models)
     parameters = {role: count_adapter_parameters(models[role], workload.adapters) for role in trained}
-    return {"adapters": {"rank": workload.adapters.rank, "parameters": parameters}}
+    return AdapterEstimate(rank=workload.adapters.rank, parameters=parameters)
 
 
 def _format_largest(workload: WorkloadSpec) -> str | None:
@@ -134,20 +134,20 @@ def _format_largest(workload: WorkloadSpec) -> str | None:
     return None if largest is None else f"{largest.gen_pp_size}-{largest.gen_tp_size}"
 
 
-def _estimate_model(option: ModelOption) -> dict[str, Any]:
-    return {
-        "stage_s": list(option.stage_s),
-        "state_bytes": option.state_bytes,
-        "work_bytes": option.work_bytes,
-        "host_bytes": option.host_bytes,
-        "generation_waves": option.num_waves if option.generation else None,
-    }
+def _estimate_model(option: ModelOption) -> ModelEstimate:
+    return ModelEstimate(
+        stage_s=tuple(option.stage_s),
+        state_bytes=option.state_bytes,
+        work_bytes=option.work_bytes,
+        host_bytes=option.host_bytes,
+        generation_waves=option.num_waves if option.generation else None,
+    )
 
 
-def _estimate_pool(pool: PoolPlacement, cluster: ClusterSpec) -> dict[str, Any]:
-    return {
-        "stage_s": list(pool.option.stage_s),
-        "memory_bytes": pool.option.memory_bytes,
-        "usable_bytes": cluster.machines[pool.option.request.machine].gpu.usable_bytes,
-        "machines": cluster.names[pool.option.request.machine],
-    }
+def _estimate_pool(pool: PoolPlacement, cluster: ClusterSpec) -> PoolEstimate:
+    return PoolEstimate(
+        stage_s=tuple(pool.option.stage_s),
+        memory_bytes=pool.option.memory_bytes,
+        usable_bytes=cluster.machines[pool.option.request.machine].gpu.usable_bytes,
+        machines=cluster.names[pool.option.request.machine],
+    )

@@ -26,7 +26,7 @@ from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.simulators.transfer import count_call_rows, simulate_offload
 from hf_mapper.specs import ClusterSpec, MachineSpec, WorkloadSpec
-from hf_protocols import CallKind, Dataflow, MappingPlan, ModelCall, ModelPlan, ModelShape, PlanError
+from hf_protocols import CallKind, Dataflow, MappingPlan, ModelCall, ModelPlan, ModelShape, PlanError, SearchEstimate
 from hf_protocols.validation import show
 
 __all__ = ["CallEstimate", "PoolChoice", "Simulation", "parse_placement", "read_placement", "simulate_placement"]
@@ -80,7 +80,7 @@ class Simulation:
     @property
     def iteration_s(self) -> float:
         """Seconds of an iteration."""
-        return float(self.plan.estimates["iteration_s"])
+        return self.plan.require_estimates().iteration_s
 
     @property
     def overfull(self) -> tuple[CallEstimate, ...]:
@@ -182,7 +182,7 @@ def simulate_placement(
     ]
     dataflow = dataflow.with_models(models)
     functions = find_function_roles(dataflow, models)
-    plan = build_plan(dataflow, cluster, workload, pools=placed, functions=functions, search={"complete": True})
+    plan = build_plan(dataflow, cluster, workload, pools=placed, functions=functions, search=SearchEstimate())
     given = {role: layout.micro_batch_tokens for pool in pools for role, layout in pool.layouts.items()}
     tokens = {role: given.get(role, model.micro_batch_tokens) for role, model in plan.models.items()}
     plan = replace(
