@@ -6,7 +6,7 @@ import gzip
 import io
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +218,7 @@ READERS: Sequence[Reader] = (
     Reader("configuration of sft", "sft.toml", _load_config("sft.toml", None), share=8, names_file=False),
     Reader("configuration of the mapper", "mapper.toml", _read_mapper_config, share=12, names_file=False),
     Reader("plan, drawn", "plan.json", _draw_plan, share=12, names_file=False),
-    Reader("trace, against simulators", "run/trace.json", _validate_trace),
-    Reader("summary next to a trace", "run/summary.json", _validate_trace),
-    Reader("plan next to a trace", "run/plan.json", _validate_trace),
-    Reader("model next to a trace", "run/model/config.json", _validate_trace),
+    Reader("trace, against simulators", "run/trace.json", _validate_trace, share=4),
     Reader("model", "run/model/config.json", _read_shape, share=8, names_file=False),
     Reader("constants", "constants.json", _read_constants, share=8, names_file=False),
     Reader("measured tables", "tables/times.csv", _read_tables),
@@ -376,6 +373,8 @@ def _span(name: str, start_us: float, dur_us: float, tid: int = 0, iteration: in
 
 
 def _write_run(run: Path) -> None:
+    from hf_protocols import ModelShape
+
     (run / "config.toml").write_text(_CONFIG)
     with (run / "metrics.jsonl").open("w") as file:
         for number in range(1, 31):
@@ -401,18 +400,21 @@ def _write_run(run: Path) -> None:
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": 0, "args": {"name": "rank 0"}},
     ]
     for iteration in (1, 2, 3):
-        generate = _span("actor.generate_sequences", 0, 600, iteration=iteration)
+        generate = _span("actor.generate_sequences", 0, 600, iteration=iteration, kind="generation")
         inner = [
-            dict(generate, name=name, ts=generate["ts"] + 1 + 200 * place, dur=150, args={})
-            for place, name in enumerate(("reshard", "generate"))
+            dict(generate, name=name, ts=generate["ts"] + 1 + 200 * place, dur=150, args={"kind": kind})
+            for place, (name, kind) in enumerate((("reshard", "transition"), ("generate", "generation")))
         ]
-        events += [generate, *inner, _span("actor.update_actor", 600, 400, iteration=iteration)]
-        events.append(_span("actor.compute_logprobs", 600, 100, tid=1, iteration=iteration, failed=True))
-    (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
+        events += [generate, *inner, _span("actor.update_actor", 600, 400, iteration=iteration, kind="training")]
+        scored = {"tid": 1, "iteration": iteration, "kind": "inference", "failed": True}
+        events.append(_span("actor.compute_logprobs", 600, 100, **scored))
     (run / "plan.json").write_text(_PLAN)
     shape = {"num_hidden_layers": 3, "hidden_size": 160, "intermediate_size": 448, "num_attention_heads": 5}
     shape |= {"num_key_value_heads": 5, "vocab_size": 64, "max_position_embeddings": 64}
     (run / "model" / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    models = {"actor": asdict(ModelShape.from_config(run / "model" / "config.json"))}
+    facts = {"workload": workload, "plan": json.loads(_PLAN), "models": models}
+    (run / "trace.json").write_text(json.dumps({"traceEvents": events, "otherData": facts}))
     rows = [_build_sample(group, number) for group in (1, 2) for number in range(4)]
     rows += [{"set": "test", "prompt": "1+1=", "response": "2", "answer": "2", "score": 1.0, "extra": {"a": [1]}}]
     (run / "samples" / "20.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

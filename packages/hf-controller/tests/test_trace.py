@@ -39,7 +39,7 @@ def test_times_are_kept_apart():
 
 def test_chrome_trace_has_a_row_per_rank_and_the_parts_of_a_call(tmp_path):
     spans = [
-        span(sub_spans=(SubSpan("reshard", 102.0, 103.0),)),
+        span(sub_spans=(SubSpan("reshard", 102.0, 103.0, "transition"),), kind="generation"),
         span(rank=1),
         span(role="critic", method="update", failed=True),
         span(pool="cpu", host="reward", role="reward", method="score", fetched_s=101.0, end_s=104.0),
@@ -62,6 +62,8 @@ def test_chrome_trace_has_a_row_per_rank_and_the_parts_of_a_call(tmp_path):
     assert calls[2]["args"]["failed"] is True
     inner = [(e["name"], e["tid"]) for e in events if e["ph"] == "X" and "queue_ms" not in e["args"]]
     assert inner.count(("reshard", 0)) == 1
+    assert [e["args"]["kind"] for e in calls] == ["generation", "function", "function", "function"]
+    assert [e["args"] for e in events if e["name"] == "reshard"] == [{"kind": "transition"}]
     assert inner.count(("fetch", 0)) == 2
 
 
@@ -91,7 +93,7 @@ def test_labels_that_cannot_be_written_are_refused_at_once():
 def test_a_streamed_trace_is_the_written_one_and_keeps_no_span(tmp_path):
     log, other = FailureLog(), FailureLog()
     whole, streamed = Trace(log.take_spans), Trace(other.take_spans)
-    streamed.stream_chrome(tmp_path / "streamed.json")
+    streamed.stream_chrome(tmp_path / "streamed.json", {"workload": {"epochs": 1}})
     for number in range(3):
         for failures, trace in ((log, whole), (other, streamed)):
             failures.note_place(number, "program.py:1")
@@ -101,7 +103,9 @@ def test_a_streamed_trace_is_the_written_one_and_keeps_no_span(tmp_path):
     assert not streamed._spans and not other._spans and not other._places
     whole.write_chrome(tmp_path / "whole.json")
     streamed.finish_chrome()
-    assert json.loads((tmp_path / "streamed.json").read_text()) == json.loads((tmp_path / "whole.json").read_text())
+    found = json.loads((tmp_path / "streamed.json").read_text())
+    assert found.pop("otherData") == {"workload": {"epochs": 1}}
+    assert found == json.loads((tmp_path / "whole.json").read_text())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["streamed.json", "whole.json"]
 
 

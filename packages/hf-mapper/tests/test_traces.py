@@ -52,6 +52,13 @@ STAGES = [
 ]
 
 
+KINDS = {
+    "actor.generate_sequences": "generation",
+    "actor.compute_logprobs": "inference",
+    "critic.update_critic": "training",
+}
+
+
 def plan() -> MappingPlan:
     model = ModelPlan(pool="models", backend="fsdp", train=ParallelSpec(dp_size=2))
     return MappingPlan(
@@ -69,12 +76,16 @@ def plan() -> MappingPlan:
 
 def write_run(folder: Path, seconds: dict[str, float], *, slow: float = 1.0, **sizes: Any) -> Path:
     """A run of four iterations on two ranks, the second of which is faster; the first iteration is `slow`er."""
-    (folder / "model").mkdir(parents=True)
+    folder.mkdir(parents=True)
     config = {**CONFIG, **{key: value for key, value in sizes.items() if key in CONFIG}}
     workload = {**WORKLOAD, **{key: value for key, value in sizes.items() if key in WORKLOAD}}
-    (folder / "model" / "config.json").write_text(json.dumps(config))
-    (folder / "summary.json").write_text(json.dumps({"workload": workload}))
-    (folder / "plan.json").write_text(plan().to_json())
+    (folder / "config.json").write_text(json.dumps(config))
+    shape = asdict(ModelShape.from_config(folder / "config.json"))
+    facts = {
+        "workload": workload,
+        "plan": json.loads(plan().to_json()),
+        "models": dict.fromkeys(("actor", "critic"), shape),
+    }
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "x"}}]
     clock = 0.0
     for iteration in range(1, 5):
@@ -86,20 +97,28 @@ def write_run(folder: Path, seconds: dict[str, float], *, slow: float = 1.0, **s
                 for rank, share in ((0, 1.0), (1, 0.5)):
                     call = 100 * iteration + 10 * number + part
                     arguments = {"call": call, "iteration": iteration, "compute_ms": 1e3 * total * share}
+                    arguments["kind"] = KINDS[name]
                     events.append(complete(name, clock, total * share, rank, arguments))
                     if "generate" in name:
                         middle = clock
                         for span, phase in (("reshard", "transition"), ("generate", "generation")):
                             length = factor * share * seconds[f"{name} {phase}"]
-                            events.append(complete(span, middle, length, rank, {}))
+                            events.append(complete(span, middle, length, rank, {"kind": phase}))
                             middle += length
                 clock += total + 1
-        metrics = {"call": 9000 + iteration, "iteration": iteration, "compute_ms": 5.0}
+        metrics = {"call": 9000 + iteration, "iteration": iteration, "compute_ms": 5.0, "kind": "function"}
         events.append(complete("advantage.compute_advantages", clock, 0.005, 0, metrics, pid=2))
     # an evaluation, which belongs to no iteration
-    events.append(complete("actor.generate_sequences", clock, 99.0, 0, {"call": 1, "compute_ms": 99e3}))
-    (folder / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    events.append(
+        complete("actor.generate_sequences", clock, 99.0, 0, {"call": 1, "compute_ms": 99e3, "kind": "generation"})
+    )
+    (folder / "trace.json").write_text(json.dumps({"traceEvents": events, "otherData": facts}))
     return folder / "trace.json"
+
+
+def change_facts(trace: Path, **facts: Any) -> None:
+    body = json.loads(trace.read_text())
+    trace.write_text(json.dumps({**body, "otherData": body["otherData"] | facts}))
 
 
 def complete(
@@ -170,12 +189,12 @@ def test_a_stage_counts_as_often_as_the_recipe_calls_it(tmp_path: Path, preset: 
     """ReMax generates twice in an iteration, once greedily; the trace has the sum."""
     trace = write_run(tmp_path / "run", MEASURED)
     once = {case.fit_group: case.predict() for case in read_stages(trace)}
-    shape = ModelShape.from_config(trace.parent / "model" / "config.json")
+    shape = ModelShape.from_config(trace.parent / "config.json")
     flow = Dataflow.preset(preset)
     models = {role: shape for role in flow.roles if role not in ("reward", "cost", "advantage")}
     made = map_dataflow(flow, models, ClusterSpec.host(2, 2**31), WorkloadSpec(**WORKLOAD), backends=("fsdp",))
     assert made.models["actor"].train == ParallelSpec(dp_size=2), "as in the run"
-    (trace.parent / "plan.json").write_text(made.to_json())
+    change_facts(trace, plan=json.loads(made.to_json()))
     found = {case.fit_group: case.predict() for case in read_stages(trace)}
     expected = {name: once[name] * (times if "generate" in name else 1) for name in found}
     assert found == pytest.approx(expected)
@@ -216,15 +235,22 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     empty.parent.mkdir()
     empty.write_text("{}")
     nothing = write_run(tmp_path / "nothing", MEASURED)
-    nothing.write_text('{"traceEvents": []}')
+    nothing.write_text(json.dumps({**json.loads(nothing.read_text()), "traceEvents": []}))
     foreign = write_run(tmp_path / "foreign", MEASURED)
-    foreign.write_text('{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "name": "of another program"}]}')
+    events = [{"ph": "X", "ts": 0, "dur": 1, "name": "of another program"}]
+    foreign.write_text(json.dumps({**json.loads(foreign.read_text()), "traceEvents": events}))
+    older = write_run(tmp_path / "older", MEASURED)
+    older.write_text(json.dumps({"traceEvents": json.loads(older.read_text())["traceEvents"]}))
+    damaged = write_run(tmp_path / "damaged", MEASURED)
+    change_facts(damaged, plan={"schema_version": 1, "pools": 3, "models": {}})
+    shapeless = write_run(tmp_path / "shapeless", MEASURED)
+    change_facts(shapeless, models={"actor": {"layers": 3}})
     deep = write_run(tmp_path / "deep", MEASURED)
     deep.write_text("[" * 100_000)
     unmeasured = write_run(tmp_path / "unmeasured", MEASURED)
     unmeasured.write_text(re.sub(r'"dur": [0-9.]+', '"dur": NaN', unmeasured.read_text()))
     other_release = write_run(tmp_path / "other release", MEASURED)
-    (other_release.parent / "summary.json").write_text(json.dumps({"workload": {**WORKLOAD, "rounds": 3}}))
+    change_facts(other_release, workload={**WORKLOAD, "rounds": 3})
     other_kind = tmp_path / "h100.json"
     other_kind.write_text(replace(truth(), gpu=replace(truth().gpu, kind="h100")).to_json())
     cases = [
@@ -238,12 +264,15 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
             ("validate", "--trace", tmp_path / "absent.json"),
             f"Error: {tmp_path / 'absent.json'} does not exist",
         ),
-        (("validate", "--trace", empty), "summary.json does not exist"),
+        (("validate", "--trace", empty), "has no workload, plan and models of its run"),
+        (("validate", "--trace", older), f"{older} has no workload, plan and models of its run, as traces of this"),
+        (("validate", "--trace", damaged), f"{damaged}, its otherData: not a mapping plan: pools=3: give a list"),
+        (("validate", "--trace", shapeless), f"{shapeless}, its otherData, is not as a run wrote it: TypeError"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),
         (("validate", "--trace", foreign), "is not as a run wrote it: KeyError('args')"),
         (("validate", "--trace", deep), "nests too deeply"),
         (("validate", "--trace", unmeasured), "is not as a run wrote it: ValueError('a call took nan us')"),
-        (("validate", "--trace", other_release), "is not as a run wrote it: TypeError"),
+        (("validate", "--trace", other_release), "its otherData, is not as a run wrote it: TypeError"),
         (("validate", "--trace", trace, "--constants", tmp_path / "absent"), "absent cannot be read"),
         (("validate", "--trace", trace, "--constants", trace), "not constants of calibrate"),
         (("validate", "--trace", trace, "--constants", other_kind), "constants are of h100, the run was on cpu"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.failures import Failure
-from hf_protocols import ConfigError
+from hf_protocols import CallKind, ConfigError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ class SubSpan:
     name: str
     start_s: float
     end_s: float
+    kind: str | None = None
 
 
 class Span(NamedTuple):
@@ -45,6 +46,7 @@ class Span(NamedTuple):
         bytes_from_afar: bytes of columns that came from other machines for it.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
+        kind: the kind that the method is registered with.
     """
 
     call_id: int
@@ -64,6 +66,7 @@ class Span(NamedTuple):
     bytes_from_afar: int = 0
     sub_spans: tuple[SubSpan, ...] = ()
     failed: bool = False
+    kind: CallKind = "function"
 
     @property
     def queue_s(self) -> float:
@@ -120,6 +123,7 @@ def refuse(call: Call, failure: Failure, *, pool: str, host: str, rank: int) -> 
         bytes_written=0,
         failed=True,
         labels=call.labels,
+        kind=call.kind,
     )
     return CallReport(span=span, failure=failure, upstream=True)
 
@@ -176,9 +180,12 @@ class Trace:
         file.write(self._spans)
         file.finish()
 
-    def stream_chrome(self, path: str | os.PathLike[str]) -> None:
-        """Writes spans to the disk whenever they are drained, and keeps none; `finish_chrome` names the file."""
-        self._stream = ChromeTraceFile(path)
+    def stream_chrome(self, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None) -> None:
+        """Writes spans to the disk whenever they are drained, and keeps none; `finish_chrome` names the file.
+
+        `facts`, an object of JSON about what is traced, stand in the file as `otherData`.
+        """
+        self._stream = ChromeTraceFile(path, facts)
 
     def finish_chrome(self) -> None:
         """Completes the file of `stream_chrome` with the spans so far.
@@ -199,10 +206,12 @@ class ChromeTraceFile:
 
     Args:
         path: of the trace, for chrome://tracing or Perfetto. An earlier file stays until `finish`.
+        facts: an object of JSON about what is traced, the file's `otherData`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], facts: Mapping[str, Any] | None = None) -> None:
         self._path = Path(path)
+        self._facts = facts
         self._part = self._path.with_name(f".{self._path.name}.part")
         self._rows: dict[tuple[str, str], int] = {}
         self._named: set[tuple[int, int]] = set()
@@ -233,7 +242,8 @@ class ChromeTraceFile:
             if self._error is not None:
                 raise self._error
             file = self._open()
-            file.write("\n]}\n")
+            facts = "" if self._facts is None else f', "otherData": {json.dumps(self._facts)}'
+            file.write(f"\n]{facts}}}\n")
             file.flush()
             os.fsync(file.fileno())
             self._part.replace(self._path)
@@ -275,7 +285,7 @@ def _chrome_events(
         if span.fetch_s > 0:
             yield _complete(pid, span.rank, "fetch", span.ready_s, span.fetched_s, {})
         for sub in span.sub_spans:
-            yield _complete(pid, span.rank, sub.name, sub.start_s, sub.end_s, {})
+            yield _complete(pid, span.rank, sub.name, sub.start_s, sub.end_s, {"kind": sub.kind} if sub.kind else {})
         if span.store_s > 0:
             yield _complete(pid, span.rank, "store", span.computed_s, span.end_s, {})
 
@@ -305,5 +315,6 @@ def _arguments(span: Span) -> dict[str, Any]:
         "bytes_from_afar": span.bytes_from_afar,
         "bytes_written": span.bytes_written,
         "failed": span.failed,
+        "kind": span.kind,
         **span.labels,
     }

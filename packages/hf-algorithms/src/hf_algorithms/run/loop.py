@@ -111,7 +111,16 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
                 "metric": config.reward.metric_name,
                 "workload": compute_workload(config, prompt_tokens=inputs.train.max_prompt_tokens),
             }
-            summary = RunSummary(attempt, executor, memory, command="train", facts=facts, note=display.note)
+            summary = RunSummary(
+                attempt,
+                executor,
+                memory,
+                command="train",
+                facts=facts,
+                plan=plan,
+                models=inputs.models,
+                note=display.note,
+            )
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path, failed=attempt.restarts.failed)
             if spare := inputs.model.num_spare_logits:

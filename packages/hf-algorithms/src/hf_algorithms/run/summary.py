@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -14,9 +16,11 @@ from hf_algorithms.run.directory import RunDirectoryError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.program import Program
+    from hf_algorithms.models.initial_model import InitialModel
     from hf_algorithms.run.process_tree import MemoryMeter
     from hf_algorithms.run.restarts import Attempt
     from hf_controller import Executor
+    from hf_protocols import MappingPlan
 
 __all__ = ["RunSummary"]
 
@@ -42,6 +46,8 @@ class RunSummary:
         command: of `hybridflow`, which resumes the run.
         memory: measures the peak.
         facts: what is known at the beginning.
+        plan: that is followed, for the trace.
+        models: by role, likewise.
         note: shows the user a line.
     """
 
@@ -53,6 +59,8 @@ class RunSummary:
         *,
         command: str,
         facts: Mapping[str, Any],
+        plan: MappingPlan,
+        models: Mapping[str, InitialModel],
         note: Callable[[str], None],
     ) -> None:
         self._directory = attempt.directory
@@ -62,13 +70,14 @@ class RunSummary:
         self._memory = memory
         self._started_s = attempt.started_s
         self._note = note
+        self._traced = _describe_for_planners(facts["workload"], plan, models)
         self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
         versions = {name: version(name) for name in _PACKAGES}
         self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions}
 
     def __enter__(self) -> RunSummary:
-        self._executor.trace.stream_chrome(self._directory.path / "trace.json")
+        self._executor.trace.stream_chrome(self._directory.path / "trace.json", self._traced)
         self.write()
         return self
 
@@ -159,6 +168,14 @@ class RunSummary:
             self._executor.trace.finish_chrome()
         except OSError as failure:
             self._note(f"warning: trace.json was not written: {failure.strerror}")
+
+
+def _describe_for_planners(
+    workload: Mapping[str, Any], plan: MappingPlan, models: Mapping[str, InitialModel]
+) -> dict[str, Any]:
+    """The facts with which `hf-mapper validate --trace` compares the times of a trace."""
+    shapes = {role: asdict(model.shape) for role, model in models.items()}
+    return {"workload": dict(workload), "plan": json.loads(plan.to_json()), "models": shapes}
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

@@ -131,7 +131,16 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = _describe_run(config, inputs)
             command = config.recipe.name.replace("_", "-")
-            summary = RunSummary(attempt, executor, memory, command=command, facts=facts, note=display.note)
+            summary = RunSummary(
+                attempt,
+                executor,
+                memory,
+                command=command,
+                facts=facts,
+                plan=plan,
+                models=inputs.models,
+                note=display.note,
+            )
             stack.enter_context(summary)
             roles = build_roles(executor, config, plan, inputs, search_path, failed=attempt.restarts.failed)
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))

@@ -145,10 +145,10 @@ class ActorWorker(PolicyWorker):
 
     def _draw(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         with ExitStack() as stack:
-            with self.context.span("reshard"):
+            with self.context.span("reshard", kind="transition"):
                 stack.enter_context(self._engine.generation())
             self._note_unchanged()
-            with self.context.span("generate"):
+            with self.context.span("generate", kind="generation"):
                 responses = self._engine.generate(batch, sampling)
         self._sampled = (self._train.weight_changes, sampling.temperature)
         return responses

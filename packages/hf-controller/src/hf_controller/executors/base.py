@@ -183,6 +183,7 @@ class Executor(ABC):
             submit_s=time.time(),
             timeout_s=self.call_timeout_s,
             labels=self.trace.labels,
+            kind=spec.kind,
         )
         ranks = group.called_ranks.get(method)
         if ranks is None:

@@ -263,6 +263,7 @@ class RankRuntime:
             sub_spans=tuple(self._workers[call.role].context.sub_spans),
             failed=failure is not None,
             labels=call.labels,
+            kind=call.kind,
         )
         return CallReport(span=span, num_rows=shard.num_rows if shard else 0, failure=failure, upstream=upstream)
 

@@ -13,7 +13,16 @@ from hf_controller.data.columns import CallColumns, columns_of, find_columns
 from hf_controller.data.expressions import Expression, Extent, choose_columns
 from hf_controller.data.futures import STAYS_HERE, BatchFuture, CallFuture, ListFuture, MetricsFuture, ObjectFuture
 from hf_controller.data.pruning import know_columns, prune
-from hf_protocols import ALL_TO_ALL, BatchError, MethodSpec, PerRank, ProtocolError, Topology, TransferProtocol
+from hf_protocols import (
+    ALL_TO_ALL,
+    BatchError,
+    CallKind,
+    MethodSpec,
+    PerRank,
+    ProtocolError,
+    Topology,
+    TransferProtocol,
+)
 
 __all__ = ["BatchArgument", "Call", "StoredArgument", "build_calls", "check_rows", "compute_called_ranks"]
 
@@ -50,6 +59,7 @@ class Call(NamedTuple):
         timeout_s: how long a rank waits for its turn, and for inputs that did not come with the call.
         labels: what the controller said the call belongs to; the trace shows it.
         columns: what it reads and writes, where its arguments declare columns; None: as registered.
+        kind: the kind that the method is registered with; the trace shows it.
     """
 
     call_id: int
@@ -62,6 +72,7 @@ class Call(NamedTuple):
     timeout_s: float
     labels: Mapping[str, Any]
     columns: CallColumns | None = None
+    kind: CallKind = "function"
 
 
 def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:

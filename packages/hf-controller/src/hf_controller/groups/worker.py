@@ -77,13 +77,17 @@ class WorkerContext:
         return self.topology.coordinate(self.rank)
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time a part of a method; the trace shows it inside the call's span."""
+    def span(self, name: str, kind: str | None = None) -> Iterator[None]:
+        """Time a part of a method; the trace shows it inside the call's span.
+
+        `kind` names the work for readers of the trace that do not know `name`: `"transition"` for weights on their way
+        into the generation layout, `"generation"` for drawing responses.
+        """
         start_s = time.time()
         try:
             yield
         finally:
-            self.sub_spans.append(SubSpan(name, start_s, time.time()))
+            self.sub_spans.append(SubSpan(name, start_s, time.time(), kind))
 
 
 class Worker:

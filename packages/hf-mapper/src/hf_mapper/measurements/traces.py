@@ -1,8 +1,11 @@
 """Measured runs of this project: the times in a run's trace, stage by stage, against the simulators' answers.
 
-A run's directory has `trace.json`, the plan that was followed (`plan.json`), the workload (in `summary.json`) and
-the model (`model/config.json`). A stage's time is that of its slowest rank inside the method, summed over the calls
-of an iteration; the median over iterations counts, without the first, which warms everything up.
+A trace has the kind of every call (`generation`, `inference`, `training` or `function`) and of the parts of a
+generation (`transition` and `generation`). Its `otherData` has what the times are compared with: `workload`, the
+fields of `WorkloadSpec`; `plan`, the plan that was followed; `models`, the fields of `ModelShape` by role.
+
+A stage's time is that of its slowest rank inside the method, summed over the calls of an iteration; the median over
+iterations counts, without the first, which warms everything up.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from hf_mapper.simulators.generation import simulate_generation
 from hf_mapper.simulators.inference import simulate_inference
 from hf_mapper.simulators.training import simulate_training
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
-from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, ModelShape, ParallelSpec, PoolPlan, load_plan
+from hf_protocols import ConfigError, GenerationSpec, HybridFlowError, MappingPlan, ModelShape, ParallelSpec, PoolPlan
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.validation import show
 
@@ -31,8 +34,10 @@ __all__ = ["StageCase", "StageError", "TraceConstants", "calibrate_traces", "rea
 
 StagePhase = Literal["transition", "generation", "inference", "training"]
 
-_SUB_SPANS: dict[str, StagePhase] = {"reshard": "transition", "generate": "generation"}
-_METHODS: tuple[tuple[str, StagePhase], ...] = (("update_", "training"), ("compute_", "inference"))
+_WHOLE: Mapping[str, StagePhase] = {"training": "training", "inference": "inference"}
+"""Kinds of calls that are one stage each."""
+_PARTS: Mapping[str, StagePhase] = {"transition": "transition", "generation": "generation"}
+"""Kinds of the parts of a generation, each a stage."""
 
 _FREE = (
     (("transition",), ("link_efficiency", "intra_latency_s")),
@@ -183,7 +188,7 @@ def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
 
 
 def read_stages(path: Path | str, constants: TraceConstants | None = None) -> list[StageCase]:
-    """Returns the stages of the run to which a trace belongs, in order of their first calls.
+    """Returns the stages of a run's trace, in order of their first calls.
 
     How often a recipe makes a call is in the estimates of the mapper's plan; 1 for a plan without estimates.
 
@@ -191,27 +196,18 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
         ConfigError: as `validate_trace`.
     """
     path = Path(path)
-    run = path.parent
-    events = read_json_object(ConfigError, path).get("traceEvents", [])
-    workload = read_json_object(ConfigError, run / "summary.json").get("workload")
-    if not isinstance(workload, dict):
-        raise ConfigError(f"{run / 'summary.json'} has no workload: run it again with this release")
-    plan = load_plan(run / "plan.json", "the run's plan")
+    body = read_json_object(ConfigError, path)
+    run = _read_run(path, body.get("otherData"))
+    plan = run.plan
     try:
-        model = ModelShape.from_config(run / "model" / "config.json")
-    except HybridFlowError as error:
-        raise ConfigError(f"the run's model {run / 'model' / 'config.json'}: {error}") from None
-    try:
-        stages = _measure(events)
-        planned = Counter(name for stage in plan.estimates.stages for name in stage.calls) if plan.estimates else {}
-        WorkloadSpec(**workload)
+        stages = _measure(body.get("traceEvents", []))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        names = f"{path}, or summary.json or plan.json next to it,"
-        raise ConfigError(f"{names} is not as a run wrote it: {error!r}") from error
+        raise ConfigError(f"{path} is not as a run wrote it: {error!r}") from error
+    planned = Counter(name for stage in plan.estimates.stages for name in stage.calls) if plan.estimates else {}
     found = []
     for (role, method, phase), measured in stages.items():
-        placed = plan.models.get(role)
-        if placed is None or placed.train is None:
+        placed, model = plan.models.get(role), run.models.get(role)
+        if placed is None or placed.train is None or model is None:
             continue  # a function
         found.append(
             StageCase(
@@ -219,18 +215,46 @@ def read_stages(path: Path | str, constants: TraceConstants | None = None) -> li
                 method=method,
                 phase=phase,
                 model=model,
-                cluster=_build_cluster(run / "plan.json", plan.pool(placed.pool), constants),
+                cluster=_build_cluster(path, plan.pool(placed.pool), constants),
                 parallel=placed.train,
                 generation=placed.generation,
                 backend=placed.backend,
-                workload=WorkloadSpec(**{**workload, "micro_batch_tokens": placed.micro_batch_tokens}),
+                workload=replace(run.workload, micro_batch_tokens=placed.micro_batch_tokens),
                 measured=measured,
                 times=max(1, planned.get(f"{role}.{method}", 1)),
             )
         )
     if not found:
-        raise ConfigError(f"{path} has no call of a model in an iteration. Pass the trace.json of a run's directory")
+        raise ConfigError(f"{path} has no call of a model in an iteration. Pass the trace of a run")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TracedRun:
+    """The run of a trace: what its times are compared with."""
+
+    workload: WorkloadSpec
+    plan: MappingPlan
+    models: Mapping[str, ModelShape]
+
+
+def _read_run(path: Path, facts: Any) -> _TracedRun:
+    if not isinstance(facts, dict) or not {"workload", "plan", "models"} <= facts.keys():
+        lacking = "has no workload, plan and models of its run, as traces of this release have in otherData"
+        raise ConfigError(f"{path} {lacking}. Run it again and pass its trace.json")
+    try:
+        plan = MappingPlan.from_json(json.dumps(facts["plan"]))
+        models = {role: _read_shape(shape) for role, shape in facts["models"].items()}
+        return _TracedRun(workload=WorkloadSpec(**facts["workload"]), plan=plan, models=models)
+    except HybridFlowError as error:
+        raise ConfigError(f"{path}, its otherData: {error}") from None
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}, its otherData, is not as a run wrote it: {error!r}") from error
+
+
+def _read_shape(fields_of_shape: dict[str, Any]) -> ModelShape:
+    listed = tuple((name, tuple(shape)) for name, shape in fields_of_shape.get("listed_parameters", ()))
+    return ModelShape(**{**fields_of_shape, "listed_parameters": listed})
 
 
 def _fast_core() -> GpuSpec:
@@ -243,13 +267,13 @@ def _fast_core() -> GpuSpec:
     )
 
 
-def _build_cluster(plan: Path, pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:
+def _build_cluster(trace: Path, pool: PoolPlan, constants: TraceConstants | None) -> ClusterSpec:
     kind, slots = pool.machines[0].gpu_kind, max(machine.slots for machine in pool.machines)
     if constants is None:
         try:
             constants = TraceConstants(gpu=host_gpu(memory_bytes=2**34) if kind == HOST_KIND else gpu(kind))
         except ConfigError as error:
-            raise ConfigError(f"the run's plan {plan}: {error}") from None
+            raise ConfigError(f"{trace}, its plan: {error}") from None
     if constants.gpu.kind != kind:
         raise ConfigError(f"the constants are of {constants.gpu.kind}, the run was on {kind}: calibrate on such a run")
     return ClusterSpec(
@@ -273,7 +297,7 @@ def _measure(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, StageP
     longest: dict[tuple[str, str, StagePhase], dict[int, dict[Any, float]]] = {}
     for call in calls:
         role, _, method = call["name"].partition(".")
-        for phase, seconds in _split(call, method, spans):
+        for phase, seconds in _split(call, spans):
             if not 0 <= seconds < math.inf:
                 raise ValueError(f"a call took {seconds} s")
             of_call = longest.setdefault((role, method, phase), {}).setdefault(call["args"]["iteration"], {})
@@ -286,16 +310,21 @@ def _measure(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, str, StageP
     return {stage: seconds for stage, seconds in medians.items() if seconds > 0}
 
 
-def _split(call: Mapping[str, Any], method: str, spans: Sequence[Mapping[str, Any]]) -> list[tuple[StagePhase, float]]:
-    """The phases of one call on one rank, with their seconds."""
-    for prefix, phase in _METHODS:
-        if method.startswith(prefix):
-            return [(phase, call["args"]["compute_ms"] / 1e3)]
+def _split(call: Mapping[str, Any], spans: Sequence[Mapping[str, Any]]) -> list[tuple[StagePhase, float]]:
+    """The phases of one call on one rank, with their seconds; none of a function."""
+    kind = call["args"]["kind"]
+    if kind in _WHOLE:
+        return [(_WHOLE[kind], call["args"]["compute_ms"] / 1e3)]
+    if kind != "generation":
+        return []
     if not 0 <= call["dur"] < math.inf:
         raise ValueError(f"a call took {call['dur']} us")
     row, begin, end = (call["pid"], call["tid"]), call["ts"], call["ts"] + call["dur"]
     return [
-        (_SUB_SPANS[span["name"]], span["dur"] / 1e6)
+        (_PARTS[span["args"]["kind"]], span["dur"] / 1e6)
         for span in spans
-        if span["name"] in _SUB_SPANS and (span["pid"], span["tid"]) == row and begin <= span["ts"] <= end
+        if "call" not in span["args"]
+        and span["args"].get("kind") in _PARTS
+        and (span["pid"], span["tid"]) == row
+        and begin <= span["ts"] <= end
     ]
