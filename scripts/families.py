@@ -7,14 +7,14 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_engine import load_train_backend
 from hf_engine.model_directory import read_model_directory
 from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs
-from hf_engine.testing import TINY_FAMILIES, write_tiny_family
+from hf_engine.testing import FURTHER_FAMILIES, TINY_FAMILIES, write_tiny_family
 from hf_protocols import BackendError
 
 ROOT = Path(__file__).parents[1]
@@ -26,27 +26,58 @@ VLLM_TEST = "test_a_family_that_the_engine_loads_follows_the_training"
 SGLANG_TESTS = "packages/hf-engine/tests/test_sglang_loaders.py"
 SGLANG_TEST = "test_an_update_ends_where_a_load_does"
 BEGIN, END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
+FURTHER_BEGIN, FURTHER_END = "<!-- further families -->\n\n", "\n\n<!-- end of further families -->"
+FURTHER_HEAD = "| `model_type` | class in transformers | fsdp, transformers |\n" + "|---" * 3 + "|"
+ALL = ("-m", "matrix or not matrix")
 HEAD = "| `model_type` | class in transformers | fsdp, transformers | vllm | sglang | megatron |\n" + "|---" * 6 + "|"
 
 
 def main() -> int:
-    """Runs the tests, writes the page, and returns the tests' exit status."""
+    """Runs the tests, writes the page, and returns the tests' exit status.
+
+    `--further` as the only argument tests the families of the second table alone, which needs no engine.
+    """
+    if sys.argv[1:] == ["--further"]:
+        return write_further()
+    given = sys.argv[1:]
     with tempfile.TemporaryDirectory() as folder:
-        results = run_tests(Path(folder), sys.executable, TESTS, TEST, passed="equal")
+        results = run_tests(Path(folder), sys.executable, TESTS, TEST, *ALL, *given, passed="equal")
         python = {engine: str(ROOT / f".venv-{engine}" / "bin" / "python") for engine in ("vllm", "sglang")}
-        followed = run_tests(Path(folder), python["vllm"], VLLM_TESTS, VLLM_TEST, "-m", "vllm", passed="follows")
-        loaded = run_tests(Path(folder), python["sglang"], SGLANG_TESTS, SGLANG_TEST, "-m", "sglang", passed="loads")
+        followed = run_tests(
+            Path(folder), python["vllm"], VLLM_TESTS, VLLM_TEST, "-m", "vllm", *given, passed="follows"
+        )
+        engine = (python["sglang"], SGLANG_TESTS, SGLANG_TEST)
+        loaded = run_tests(Path(folder), *engine, "-m", "sglang", *given, passed="loads")
         table = build_table(results, followed, loaded, Path(folder))
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}")
+        further = build_further(results, Path(folder))
+    put_table(table, BEGIN, END)
+    put_table(further, FURTHER_BEGIN, FURTHER_END)
+    return int("differs" in table + further)
+
+
+def write_further() -> int:
+    """Tests the families of the second table and writes it; returns the tests' exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        tests = (f"{TESTS}::{TEST}[{family}]" for family in FURTHER_FAMILIES)
+        results = run_tests(Path(folder), sys.executable, TESTS, TEST, *ALL, passed="equal", only=tests)
+        table = build_further(results, Path(folder))
+    put_table(table, FURTHER_BEGIN, FURTHER_END)
     return int("differs" in table)
 
 
-def run_tests(folder: Path, python: str, tests: str, test: str, *options: str, passed: str) -> dict[str, str]:
-    """Runs one test of all families; see `read_results`."""
+def put_table(table: str, begin: str, end: str) -> None:
+    """Writes a table between its marks on the page."""
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(f"{before}{begin}{table}{end}{rest.partition(end)[2]}")
+
+
+def run_tests(
+    folder: Path, python: str, tests: str, test: str, *options: str, passed: str, only: Iterable[str] = ()
+) -> dict[str, str]:
+    """Runs one test of all families, or the cases of it that are given; see `read_results`."""
     report = folder / f"{Path(tests).stem}.xml"
-    command = [python, "-m", "pytest", tests, "-q", "-k", test, f"--junitxml={report}", *options, *sys.argv[1:]]
+    cases = [*only] or [tests, "-k", test]
+    command = [python, "-m", "pytest", *cases, "-q", f"--junitxml={report}", *options]
     subprocess.run(command, cwd=ROOT, check=False)
     return read_results(report, test, passed=passed)
 
@@ -76,6 +107,16 @@ def build_table(
         engines = f"{vllm and followed.get(family, vllm)} | {sglang and loaded.get(family, sglang)}"
         others = f"{engines} | {megatron}"
         rows.append(f"| `{family}` | {architecture} | {results.get(family, 'not run')} | {others} |")
+    return "\n".join(rows)
+
+
+def build_further(results: Mapping[str, str], folder: Path) -> str:
+    """Returns one row for every family that was tested in `fsdp` with `transformers` alone."""
+    rows = [FURTHER_HEAD]
+    for family in FURTHER_FAMILIES:
+        model = write_tiny_family(folder / family, family)
+        (architecture,) = json.loads((model / "config.json").read_text())["architectures"]
+        rows.append(f"| `{family}` | {architecture} | {results.get(family, 'not run')} |")
     return "\n".join(rows)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_engine.testing import TINY_FAMILIES
+from hf_engine.testing import FURTHER_FAMILIES, TINY_FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,11 @@ def script() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def rows(script: dict[str, Any]) -> dict[str, list[str]]:
     """Cells of the table, by family."""
-    table = script["PAGE"].read_text().partition(script["BEGIN"])[2].partition(script["END"])[0]
+    return rows_between(script["PAGE"].read_text(), script["BEGIN"], script["END"])
+
+
+def rows_between(page: str, begin: str, end: str) -> dict[str, list[str]]:
+    table = page.partition(begin)[2].partition(end)[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in cells}
 
@@ -31,6 +35,13 @@ def test_every_family_was_tested_and_equals_transformers(rows: dict[str, list[st
     assert {row[1] for row in rows.values()} == {"equal"}
     assert {row[2] for row in rows.values()} <= {"follows", "takes", ""}
     assert {row[3] for row in rows.values()} <= {"loads", "takes", ""}
+
+
+def test_every_further_family_equals_transformers(script: dict[str, Any]) -> None:
+    page = script["PAGE"].read_text()
+    rows = rows_between(page, script["FURTHER_BEGIN"], script["FURTHER_END"])
+    assert list(rows) == list(FURTHER_FAMILIES), "run scripts/families.py --further"
+    assert {row[1] for row in rows.values()} == {"equal"}
 
 
 def test_engines_take_what_the_page_says(

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, TrainConfig, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import read_model_directory
-from hf_engine.testing import TINY_FAMILIES, check_family, gather_weights, write_tiny_family
+from hf_engine.testing import FURTHER_FAMILIES, TINY_FAMILIES, check_family, gather_weights, write_tiny_family
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2, eps=1e-3)
@@ -22,7 +22,11 @@ def check(family, directory, config):
     check_family(family, directory, **config)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+FURTHER = [pytest.param(family, marks=pytest.mark.matrix) for family in FURTHER_FAMILIES]
+"""`make test-families` runs these."""
+
+
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, *FURTHER])
 def test_family_equals_transformers(ranks1, tmp_path, family):
     ranks1.run(check, family, tmp_path, {})
 
@@ -85,6 +89,10 @@ RECURRENT = {
     "recurrent_gemma": ({"hidden_size": 32, "num_hidden_layers": 3}, "is a RecurrentGemmaForCausalLM, with recurrent"),
     "bert": ({"hidden_size": 24, "num_hidden_layers": 1}, "has is_decoder=false"),
     "bart": ({"d_model": 16, "decoder_layers": 1}, "is a BartForCausalLM, which counts the positions of padding"),
+    "roberta": (
+        {"hidden_size": 24, "num_hidden_layers": 1, "is_decoder": True},
+        "positions begin after the id of its p",
+    ),
 }
 
 
@@ -98,6 +106,26 @@ def test_a_model_that_padding_would_change_is_one_line(tmp_path, family):
         with pytest.raises(BackendError, match=message) as raised:
             backend.check_model(files, on_cpu=True)
         assert "\n" not in str(raised.value)
+
+
+def test_a_model_without_a_number_of_layers_is_one_line(tmp_path):
+    """Its layers are of three modules: transformers' own cache does not know how many to keep."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "blt"}))
+    files = read_model_directory(tmp_path, needs_weights=False)
+    with pytest.raises(BackendError, match=r"a BltForCausalLM: its keys and values cannot be kept: .*num_hidden_l"):
+        load_rollout_backend("transformers").check_model(files, on_cpu=True)
+
+
+def test_layers_count_and_not_the_class_that_may_have_recurrent_ones(tmp_path):
+    """Small Granite 4 models have attention in all layers of a class that transformers calls stateful."""
+    model = write_tiny_family(tmp_path, "granitemoehybrid")
+    backend = load_train_backend("fsdp")
+    backend.check_model(read_model_directory(model), on_cpu=True)
+    path = model / "config.json"
+    mixed = {"layer_types": ["linear_attention", "full_attention"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | mixed))
+    with pytest.raises(BackendError, match=r"recurrent layers \(linear_attention\)"):
+        backend.check_model(read_model_directory(model), on_cpu=True)
 
 
 def test_a_transition_of_two_ranks_keeps_the_dtype_of_buffers(ranks2, tmp_path):
@@ -157,7 +185,7 @@ def step_of_one_rank(model):
     return gather_weights(train, topology)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", [*TINY_FAMILIES, *FURTHER])
 def test_generic_shape_is_that_of_the_model(tmp_path, family):
     model = write_tiny_family(tmp_path, family)
     shape = derive_shape(read_model_directory(model))

@@ -484,6 +484,37 @@ def test_vllm_takes_families_that_it_loads(tmp_path, family, told):
     assert "'transformers'" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "config", "ranks", "told"),
+    [
+        ("gpt_oss", {}, 1, None),
+        (
+            "gpt_oss",
+            {},
+            2,
+            "experts of intermediate_size=96, 48 on each rank with gen_tp_size=2; vLLM on a CPU runs mult",
+        ),
+        ("gpt_oss", {"intermediate_size": 128}, 2, None),
+        ("mixtral", {}, 2, None),
+        (
+            "qwen2_moe",
+            {"hidden_size": 48},
+            1,
+            "has hidden_size=48; vLLM on a CPU runs experts where it is a multiple of",
+        ),
+    ],
+)
+def test_experts_without_a_kernel_on_a_cpu_are_refused(tmp_path, family, config, ranks, told):
+    files = read_model_directory(write_engine_family(tmp_path, family, **config))
+    check_vllm_runs(files, on_cpu=False, gen_tp_size=ranks)
+    if told is None:
+        check_vllm_runs(files, on_cpu=True, gen_tp_size=ranks)
+        return
+    with pytest.raises(ModelError, match=told) as refused:
+        check_vllm_runs(files, on_cpu=True, gen_tp_size=ranks)
+    assert "'transformers'" in str(refused.value)
+
+
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {**PLAIN, "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
 

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from copy import deepcopy
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ __all__ = [
     "build_without_memory",
     "find_head_name",
     "keep_source",
+    "keeps_state",
+    "lacking_without_head",
     "load_causal_lm",
     "read_shape",
     "read_tensor",
@@ -58,6 +61,8 @@ _OUTPUTS = {"return_dict": True, "output_attentions": False, "output_hidden_stat
 """Keys of config.json that change what a forward pass returns: backends read its logits by name."""
 _RECURRENT = ("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent")
 """Kinds of layers, in transformers' words, that carry a state from token to token."""
+_ATTENTION = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention")
+"""Kinds of layers that keep keys and values alone."""
 
 
 class LoadedModel(NamedTuple):
@@ -156,10 +161,36 @@ def read_shape(files: ModelDirectory, built: Any) -> ModelShape:
         )
 
 
+def keeps_state(model: Any) -> bool:
+    """True for layers that carry more than keys and values from token to token.
+
+    transformers calls whole classes stateful; a model of one whose layers are all attention, like the small Granite 4,
+    is not.
+    """
+    kinds = {*(getattr(model.config.get_text_config(), "layer_types", None) or ())}
+    return bool(kinds & {*_RECURRENT}) or (model._is_stateful and not (kinds and kinds <= {*_ATTENTION}))
+
+
 def find_head_name(model: Any) -> str:
     """Name of the output layer's weight, also where it is the embedding's; empty for a classifier."""
     head = model.get_output_embeddings()
     return "" if head is None else next(f"{name}.weight" for name, module in model.named_modules() if module is head)
+
+
+def lacking_without_head(model: Any, missing: Collection[str], head: torch.nn.Module | None = None) -> list[str]:
+    """Puts another head into a model, and returns which of the missing parameters it still has.
+
+    A critic's files lack what belongs to the output layer: its bias, too, which some families hold apart from it.
+
+    Args:
+        model: of transformers.
+        missing: names of parameters that its files lack.
+        head: the other head; by default one without memory.
+    """
+    model.config.tie_word_embeddings = False
+    model.set_output_embeddings(torch.nn.Linear(1, 1, bias=False, device="meta") if head is None else head)
+    kept = {name for name, _ in model.named_parameters()} - {find_head_name(model)}
+    return [name for name in missing if name in kept]
 
 
 def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
@@ -227,6 +258,8 @@ def _compare_headers(files: ModelDirectory, built: Any) -> None:
     known = {*chain.from_iterable(in_files.values()), *optional, *buffers_in_files(built), *SCORE_HEADS}
     needed = chain.from_iterable(names for name, names in in_files.items() if name not in optional)
     missing = sorted(name for name in needed if name not in held) if held else []
+    if missing and any(name in held for name in SCORE_HEADS):
+        missing = lacking_without_head(deepcopy(built), missing)
     surplus = [name for name in held if name not in known and not is_buffer(name)]
     if not surplus:
         refuse_lacking(files, missing)
@@ -271,8 +304,8 @@ def _refuse_unfit(files: ModelDirectory, model: Any, head: Head) -> None:
             f"has is_decoder=false in its config.json: the tokens of such a {name} see later ones. Set it to true, "
             "or choose a causal language model"
         )
-    kinds = sorted({*(getattr(config, "layer_types", None) or ())} & {*_RECURRENT})
-    if kinds or model._is_stateful:
+    if keeps_state(model):
+        kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {*_ATTENTION})
         named = f" ({', '.join(kinds)})" if kinds else ""
         raise files.refusal(
             f"is a {name}, with recurrent layers{named}: rows are padded together, and padding would change their "
@@ -282,6 +315,11 @@ def _refuse_unfit(files: ModelDirectory, model: Any, head: Head) -> None:
     if not takes_positions and any("Position" in type(module).__name__ for module in model.modules()):
         raise files.refusal(
             f"is a {name}, which counts the positions of padding. Choose a model whose forward takes position_ids"
+        )
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise files.refusal(
+            f"is a {name}, whose positions begin after the id of its padding token. Choose a model whose positions "
+            "begin at 0"
         )
 
 

@@ -35,6 +35,10 @@ _NOT_IN_VLLM = ("phimoe",)
 """Families whose experts vLLM 0.32 builds from transformers' and fails to run."""
 _DERIVED_HEAD_SIZE = ("qwen2",)
 """Families whose class in vLLM divides hidden_size by heads and ignores head_dim."""
+_CPU_EXPERT_SIZE = 32
+"""Sizes of experts on one rank are multiples of it in vLLM 0.32's kernel on a CPU."""
+_UNPADDED_EXPERTS = ("gpt_oss",)
+"""Families whose experts vLLM does not fill up to such a size: their gates and rows alternate."""
 _CPU_LATENT_SIZE = 576
 """kv_lora_rank + qk_rope_head_dim of the only kernel that vLLM 0.32 has for latent attention on a CPU."""
 _OTHER = "Choose another model, or rollout backend 'transformers'"
@@ -71,11 +75,16 @@ def has_experts(shape: ModelShape) -> bool:
     return any(".experts." in name or len(size) == 3 for name, size in shape.parameters().items())
 
 
-def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
+def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool, gen_tp_size: int = 1) -> ModelShape:
     """The model's shape, if vLLM runs it and takes its weights.
 
+    Args:
+        model: as it was read.
+        on_cpu: whether ranks run on host processors.
+        gen_tp_size: ranks of a replica.
+
     Raises:
-        BackendError: for a family, a head size or rotary embeddings that do not run.
+        BackendError: for a family, a head size, a size of experts or rotary embeddings that do not run.
     """
     shape, family = require_known_layout(model), model.config.get("model_type")
     if family in _NOT_IN_VLLM:
@@ -90,6 +99,8 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"has head_dim={shape.head_dim}; vLLM on a CPU runs {list(_CPU_HEAD_SIZES)}. Choose another model, or "
             "rollout backend 'transformers'"
         )
+    if on_cpu and has_experts(shape):
+        _check_experts(model, shape, gen_tp_size)
     if _rope_of(model)[0] == "dynamic":
         # Seen with 0.32: it has embeddings for max_position_embeddings positions only, and reads beyond them.
         raise model.refusal(
@@ -103,6 +114,26 @@ def check_vllm_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
             f"{shape.family} derives it. Choose another model, or rollout backend 'transformers'"
         )
     return shape
+
+
+def _check_experts(model: ModelDirectory, shape: ModelShape, gen_tp_size: int) -> None:
+    """Sizes of experts that vLLM's kernel on a CPU has.
+
+    Raises:
+        BackendError: for a hidden size, or rows of an expert on one rank, that are not multiples of the kernel's.
+    """
+    if shape.hidden_size % _CPU_EXPERT_SIZE:
+        raise model.refusal(
+            f"has hidden_size={shape.hidden_size}; vLLM on a CPU runs experts where it is a multiple of "
+            f"{_CPU_EXPERT_SIZE}. {_OTHER}"
+        )
+    rows = model.text_config.get("intermediate_size") or 0
+    if model.config.get("model_type") in _UNPADDED_EXPERTS and rows % (_CPU_EXPERT_SIZE * gen_tp_size):
+        raise model.refusal(
+            f"has experts of intermediate_size={rows}, {rows / gen_tp_size:g} on each rank with "
+            f"gen_tp_size={gen_tp_size}; vLLM on a CPU runs multiples of {_CPU_EXPERT_SIZE}. Lower gen_tp_size, or "
+            "choose another model, or rollout backend 'transformers'"
+        )
 
 
 def _check_latent(model: ModelDirectory, *, on_cpu: bool) -> None:

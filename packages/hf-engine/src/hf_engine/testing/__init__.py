@@ -6,7 +6,7 @@ What must not: what a shipped program needs. A backend is supported when it pass
 
 from __future__ import annotations
 
-from hf_engine.testing._families import TINY_FAMILIES, write_tiny_family
+from hf_engine.testing._families import FURTHER_FAMILIES, TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._family_checks import check_family
 from hf_engine.testing._local_ranks import LocalRanks
 from hf_engine.testing._rollout import check_rollout_backend
@@ -14,6 +14,7 @@ from hf_engine.testing._tiny_models import write_tiny_model
 from hf_engine.testing._train import check_train_backend, gather_weights
 
 __all__ = [
+    "FURTHER_FAMILIES",
     "TINY_FAMILIES",
     "LocalRanks",
     "check_family",

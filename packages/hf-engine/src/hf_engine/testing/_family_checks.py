@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from hf_engine.backends.base import Head, SamplingParams, TrainBackend, TrainConfig
 from hf_engine.backends.registry import load_rollout_backend, load_train_backend
 from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
-from hf_engine.model_directory import VALUE_HEAD
+from hf_engine.model_directory import VALUE_HEAD, read_model_directory
 from hf_engine.testing._cases import build_batch, build_prompts, reference_outputs, rows_of
 from hf_engine.testing._families import write_tiny_family
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
@@ -43,7 +43,7 @@ def check_family(family: str, directory: str | Path, **config: Any) -> None:
     after a step and from an export.
 
     Args:
-        family: a name in `TINY_FAMILIES`.
+        family: a name in `TINY_FAMILIES` or `FURTHER_FAMILIES`.
         directory: an empty one.
         **config: further keys of `config.json`.
 
@@ -200,6 +200,8 @@ def _check_values(path: Path, reference: Any, batch: TensorDict) -> None:
     trained = backend.compute_values(batch)["values"].values()
     assert not trained.equal(torch.cat(values)), "a step left the values as they were"
     backend.export_hf(path / "critic export")
+    for directory in (critic, path / "critic export"):
+        load_train_backend("fsdp").check_model(read_model_directory(directory), on_cpu=True)
     again = _build(path / "critic export", "value")
     _close(again.compute_values(batch)["values"].values(), trained, "values of an exported critic")
     for each in (backend, again):

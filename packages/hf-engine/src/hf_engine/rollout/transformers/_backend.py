@@ -22,8 +22,8 @@ from hf_engine.backends.build_arguments import check_rollout_arguments
 from hf_engine.backends.closed import Closed
 from hf_engine.backends.jagged import Ragged
 from hf_engine.backends.lora_config import LoraConfig
-from hf_engine.model_directory import ModelDirectory
-from hf_engine.models.causal_lm import build_without_memory, load_causal_lm, refuse_lacking
+from hf_engine.model_directory import ModelDirectory, errors_of
+from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, refuse_lacking
 from hf_engine.models.conversions import persistent_buffers, read_file_names
 from hf_engine.models.lora import add_adapters, named_parameters
 from hf_engine.models.stacked_experts import layout_in_files, stack_of, tensors_in_files
@@ -348,22 +348,27 @@ def _build_cache(model: Any, capacity: int) -> DynamicCache:
 
 def _check_layers(model: Any) -> None:
     """Refuses recurrent layers: their state is of the padding too, and is not spread over the samples of a prompt."""
-    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - _ATTENTION
+    name = repr(model.name_or_path)
+    with errors_of("transformers", f"{name}, a {type(model).__name__}: its keys and values cannot be kept"):
+        kinds = {type(layer) for layer in DynamicCache(config=model.config).layers} - _ATTENTION
     takes_keys = "past_key_values" in inspect.signature(model.forward).parameters
-    if kinds or model._is_stateful or not takes_keys:
+    if kinds or keeps_state(model) or not takes_keys:
         found = ", ".join(sorted(kind.__name__ for kind in kinds)) or "a state of its own"
         raise BackendError(
-            f"{model.name_or_path!r}, a {type(model).__name__}, keeps {found}: backend 'transformers' shares only keys "
-            "and values among the samples of a prompt. Choose a model with attention in all layers"
+            f"{name}, a {type(model).__name__}, keeps {found}: backend 'transformers' shares only keys and values "
+            "among the samples of a prompt. Choose a model with attention in all layers"
         )
 
 
 def _cache_bytes_per_token(model: Any) -> int:
-    """Bytes of keys and values that one token adds over all layers."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize)
+    """Bytes of keys and values that one token adds over all layers, which differ in some families."""
+    layers = model.config.get_text_config().per_layer_config
+    return 2 * model.dtype.itemsize * sum(map(_key_width, layers))
+
+
+def _key_width(layer: Any) -> int:
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads))
 
 
 def _describe(tensor: object) -> str:

@@ -64,7 +64,7 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
     files = read_model_directory(model)
-    shape = check_vllm_runs(files, on_cpu=current_platform.is_cpu())
+    shape = check_vllm_runs(files, on_cpu=current_platform.is_cpu(), gen_tp_size=generation.gen_tp_size)
     sizes = CPUAttentionBackend.get_supported_head_sizes()
     is_latent = files.text_config.get("kv_lora_rank") is not None
     if current_platform.is_cpu() and not is_latent and shape.head_dim not in sizes:

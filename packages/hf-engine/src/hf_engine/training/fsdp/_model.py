@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from hf_engine.backends.base import Head, TrainConfig
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import SCORE_HEADS
-from hf_engine.models.causal_lm import find_head_name, load_causal_lm, read_tensor, refuse_lacking
+from hf_engine.models.causal_lm import lacking_without_head, load_causal_lm, read_tensor, refuse_lacking
 from hf_engine.models.classifier import load_classifier
 from hf_engine.models.lora import add_adapters
 from hf_engine.resharding.execute import execute_reshard
@@ -60,14 +60,11 @@ def _load_whole(model: str | Path, dtype: torch.dtype, head: Head) -> tuple[Any,
     if head == "lm":
         refuse_lacking(files, missing)
         return loaded, True
-    layer = find_head_name(loaded).removesuffix("weight")
-    refuse_lacking(files, [name for name in missing if not name.startswith(layer)])
     value_head = torch.nn.Linear(loaded.get_output_embeddings().weight.shape[1], 1, bias=False, dtype=dtype)
     stored = next((found for name in SCORE_HEADS if (found := read_tensor(files, name)) is not None), None)
     with torch.no_grad():
         value_head.weight.copy_(torch.zeros(()) if stored is None else stored)
-    loaded.config.tie_word_embeddings = False
-    loaded.set_output_embeddings(value_head)
+    refuse_lacking(files, lacking_without_head(loaded, missing, value_head))
     _return_heads_output(loaded)
     return loaded, stored is not None
 
