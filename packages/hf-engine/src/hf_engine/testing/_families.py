@@ -92,6 +92,14 @@ FURTHER_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "cohere2_moe": {**_MIXED, "num_experts": 4, "num_experts_per_tok": 2, "mlp_layer_types": ["sparse", "sparse"]},
     "cwm": {**_MIXED, "bos_token_id": 1},
     "dbrx": {
+        "d_model": 32,
+        "n_heads": 4,
+        "n_layers": 2,
+        "max_seq_len": 48,
+        "hidden_size": ...,
+        "num_attention_heads": ...,
+        "num_hidden_layers": ...,
+        "max_position_embeddings": ...,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
         "num_key_value_heads": ...,
@@ -143,7 +151,7 @@ FURTHER_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "longcat_flash": {
         **_LATENT,
         "head_dim": 8,
-        "num_layers": 1,
+        "num_layers": 2,
         "num_hidden_layers": ...,
         "ffn_hidden_size": 48,
         "expert_ffn_hidden_size": 16,
