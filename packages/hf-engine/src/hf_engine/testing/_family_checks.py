@@ -200,8 +200,9 @@ def _check_values(path: Path, reference: Any, batch: TensorDict) -> None:
     trained = backend.compute_values(batch)["values"].values()
     assert not trained.equal(torch.cat(values)), "a step left the values as they were"
     backend.export_hf(path / "critic export")
+    checks: Any = load_train_backend("fsdp")
     for directory in (critic, path / "critic export"):
-        load_train_backend("fsdp").check_model(read_model_directory(directory), on_cpu=True)
+        checks.check_model(read_model_directory(directory), on_cpu=True)
     again = _build(path / "critic export", "value")
     _close(again.compute_values(batch)["values"].values(), trained, "values of an exported critic")
     for each in (backend, again):

@@ -363,7 +363,7 @@ def _check_layers(model: Any) -> None:
 def _cache_bytes_per_token(model: Any) -> int:
     """Bytes of keys and values that one token adds over all layers, which differ in some families."""
     layers = model.config.get_text_config().per_layer_config
-    return 2 * model.dtype.itemsize * sum(map(_key_width, layers))
+    return int(2 * model.dtype.itemsize * sum(map(_key_width, layers)))
 
 
 def _key_width(layer: Any) -> int:
