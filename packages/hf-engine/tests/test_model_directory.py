@@ -497,7 +497,7 @@ def test_vllm_takes_families_that_it_loads(tmp_path, family, told):
         ("gpt_oss", {"intermediate_size": 128}, 2, None),
         ("mixtral", {}, 2, None),
         (
-            "qwen2_moe",
+            "mixtral",
             {"hidden_size": 48},
             1,
             "has hidden_size=48; vLLM on a CPU runs experts where it is a multiple of",
