@@ -32,6 +32,7 @@ from hf_engine.rollout.vllm._draws import DrawProcessor
 from hf_engine.rollout.vllm._families import config_overrides, expected_head_size, families_as_trained
 from hf_engine.rollout.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.rollout.vllm._library import options_set, serving_threads
+from hf_engine.rollout.vllm._process import collector_kept, started_here
 from hf_engine.rollout.vllm._requests import EngineResponse, run_requests
 from hf_engine.rollout.vllm._weights import TRANSFER, register_transfer
 from hf_protocols.errors import BackendError
@@ -167,6 +168,7 @@ class Engine:
             ),
             ExitStack() as undo,
             families_as_trained(),
+            started_here(),
         ):
             undo.callback(destroy_groups)
             self._engine = LLMEngine.from_engine_args(arguments)
@@ -187,6 +189,7 @@ class Engine:
         self._caches = list({storage._cdata: storage for storage in caches}.values())
         self._cache_sizes = [storage.nbytes() for storage in self._caches]
         self._is_broken = False
+        self._num_frozen = gc.get_freeze_count()
 
     @property
     def model(self) -> str:
@@ -303,12 +306,15 @@ class Engine:
         """Ends what vLLM's own shutdown ends, except the default process group."""
         core = self._engine.engine_core.engine_core
         core.structured_output_manager.clear_backend()
-        core.model_executor.shutdown()
+        with collector_kept():
+            core.model_executor.shutdown()
         core.scheduler.shutdown()
+        is_frozen = gc.get_freeze_count() > self._num_frozen
         del core
         vars(self).clear()
         destroy_groups()
-        gc.unfreeze()
+        if is_frozen:  # by the rank after the start, with the engine's cycles
+            gc.unfreeze()
         gc.collect()
 
 

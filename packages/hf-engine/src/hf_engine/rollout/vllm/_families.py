@@ -15,6 +15,7 @@ from vllm.model_executor.models import apertus
 from vllm.model_executor.models.transformers.base import Base
 
 from hf_engine.model_directory import ModelDirectory
+from hf_engine.rollout.vllm._library import replaced
 from hf_protocols.models import ModelShape
 
 __all__ = ["DirectWrites", "config_overrides", "expected_head_size", "families_as_trained"]
@@ -49,20 +50,10 @@ def families_as_trained() -> Iterator[None]:
     of the activation in bfloat16.
     """
     with (
-        _replaced(Base, "_decorate_cls_for_torch_compile", lambda *_, **__: None),
-        _replaced(apertus, "XIELU", lambda: XIELU(dtype=torch.get_default_dtype())),
+        replaced(Base, "_decorate_cls_for_torch_compile", lambda *_, **__: None),
+        replaced(apertus, "XIELU", lambda: XIELU(dtype=torch.get_default_dtype())),
     ):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 class DirectWrites(TorchFunctionMode):

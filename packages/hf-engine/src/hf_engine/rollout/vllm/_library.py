@@ -6,11 +6,12 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["embedded", "options_set", "serving_threads"]
+__all__ = ["embedded", "options_set", "replaced", "serving_threads"]
 
 
 @contextmanager
@@ -75,6 +76,17 @@ def serving_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives an attribute another value for a block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @contextmanager
