@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 __all__ = [
     "PLATFORM",
     "activate_platform",
+    "forked_children",
     "is_platform_chosen",
     "register_for_engines",
     "register_for_servers",
@@ -42,6 +45,21 @@ def activate_platform() -> str | None:
 
     install_stand_in()
     return "hf_engine.cpu_support.sglang_platform:CpuPlatform"
+
+
+@contextmanager
+def forked_children() -> Iterator[None]:
+    """Has SGLang fork its processes in place of importing itself in each; with a device it must not fork."""
+    set_start_method: Any = multiprocessing.set_start_method
+    before = multiprocessing.get_start_method(allow_none=True)
+    set_start_method("fork", force=True)
+    kept: Any = lambda *_, **__: None  # noqa: E731
+    multiprocessing.set_start_method = kept
+    try:
+        yield
+    finally:
+        multiprocessing.set_start_method = set_start_method
+        set_start_method(before, force=True)
 
 
 def register_for_engines() -> None:

@@ -12,9 +12,11 @@ import shutil
 import signal
 import sys
 import threading
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from typing import Any
 
+from hf_engine.cpu_support.sglang_plugins import forked_children, is_platform_chosen
 from hf_engine.rollout.sglang._session import end_session
 from hf_protocols.foreign_code import Caught
 
@@ -31,7 +33,8 @@ class Server:
         """Starts the engine with SGLang's own options; says what it found."""
         from sglang.srt.entrypoints.engine import Engine
 
-        self._engine = Engine(**options)
+        with forked_children() if is_platform_chosen() else nullcontext():
+            self._engine = Engine(**options)
         self._adapters: set[str] = set()
         return {"cache_tokens": self._engine.get_server_info()["max_total_num_tokens"]}
 
@@ -132,6 +135,8 @@ class Server:
 def main() -> None:
     """Serves until the rank ends or hangs up."""
     connection = Connection(int(sys.argv[1]))
+    # A child that held it would keep the rank waiting for an answer after this process has ended.
+    os.register_at_fork(after_in_child=connection.close)
     parent, directory = int(sys.argv[2]), sys.argv[3]
     _watch(parent, directory)
     server = Server()
