@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -8,9 +9,17 @@ import pytest
 import torch
 
 from hf_engine.testing import LocalRanks
+from hf_engine.testing._local_ranks import preload
 from hf_protocols import read_machine_limits
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Ranks with real vLLM engines are forked from a process that has imported it: 8 s of CPU each otherwise."""
+    if any(item.get_closest_marker("vllm") for item in session.items):
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # read at the import
+        preload("hf_engine.rollout.vllm._engine", "hf_engine.cpu_support.vllm_worker")
 
 
 @pytest.fixture(scope="module")

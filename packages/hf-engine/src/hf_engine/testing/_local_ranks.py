@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["LocalRanks", "fork_context"]
+__all__ = ["LocalRanks", "fork_context", "preload"]
 
 # Imported once, by the process that all ranks are forked from: a start takes milliseconds instead of many seconds.
 _PRELOADED = [
@@ -38,6 +38,11 @@ def fork_context() -> multiprocessing.context.ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
+
+
+def preload(*modules: str) -> None:
+    """Has the process that ranks are forked from import more modules; call it before the first start."""
+    _PRELOADED.extend(name for name in modules if name not in _PRELOADED)
 
 
 class LocalRanks:
