@@ -31,7 +31,7 @@ DURATIONS := --durations 20 --durations-min 5
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
 named = set -o pipefail; { $(2); } 2>&1 | (trap '' INT; exec sed -u 's/^/$(1) | /')
 engine-tests = scripts/env.sh $(1) && \
-	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1)*.py $(ENGINES) -m "$(1) and not slow" $(DURATIONS)
+	.venv-$(1)/bin/pytest packages/hf-engine/tests/test_$(1)*.py $(ENGINES) -m "$(1) and not slow and not matrix" $(DURATIONS)
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

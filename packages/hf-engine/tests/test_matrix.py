@@ -1,9 +1,9 @@
 """Every training layout into every engine: after training and a transition, generation is that of the exported model.
 
 Greedy tokens come from whole forward passes of transformers over the exported checkpoint; bytes are counted by wrappers
-around torch.distributed that know no plan. `make test` runs the pairs with the embedded engine, `make test-<engine>` a
-pairwise cover of the others, `make test-matrix` all of them. An engine that is not embedded is started once for all
-training layouts that have its replicas.
+around torch.distributed that know no plan. `make test` runs the pairs with the embedded engine, `make test-vllm` a
+pairwise cover of the others, `make test-sglang` its pairs of two ranks, `make test-matrix` all of them. An engine that
+is not embedded is started once for all training layouts that have its replicas.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def cases(engine, largest_tp):
         short = engine == "transformers" or (name, gen_tp) in COVER
         marks = [] if engine == "transformers" else [getattr(pytest.mark, engine)]
         marks += [] if short else [pytest.mark.slow]
+        # Each starts up to four engines; test_sglang.py has strided replicas of four ranks.
+        marks += [pytest.mark.matrix] if engine == "sglang" and TRAINING[name][1].world_size > 2 else []
         yield pytest.param(name, engine, gen_tp, marks=marks, id=f"{name} {engine} tp {gen_tp}")
 
 
