@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
-from hf_controller.executors.ray import host_process
-from hf_controller.executors.ray.process_end import ProcessWatch
+from hf_controller.executors.ray.host_process import HostProcess
 from hf_controller.failures import Deadline
 from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 
@@ -209,14 +208,18 @@ def fail_in_construction(executor, pool, how, monkeypatch):
 
 
 def test_a_process_gone_before_it_is_watched_ends_as_ray_says(ray_executor, pools, monkeypatch):
-    class LateWatch(ProcessWatch):
-        def __init__(self, pid):
-            until_s = time.monotonic() + 5.0
-            while is_alive(pid) and time.monotonic() < until_s:
-                time.sleep(0.05)
-            super().__init__(pid)
+    find_end = HostProcess.find_end
 
-    monkeypatch.setattr(host_process, "ProcessWatch", LateWatch)
+    def find_late(process):
+        if process.rank == 1:
+            location, until_s = process.find_location(), time.monotonic() + 60.0
+            if location is None:
+                return None
+            while Path(f"/proc/{location.pid}").exists() and time.monotonic() < until_s:  # a zombie has an exit code
+                time.sleep(0.05)
+        return find_end(process)
+
+    monkeypatch.setattr(HostProcess, "find_end", find_late)
     spec = WorkerSpec(worker=Member, topology=SPEC.topology, kwargs={"how": "exit"})
     with pytest.raises(WorkerError, match=r"process actor/1 is gone: The actor") as raised:
         ray_executor.build_groups(pools["actor"], {"actor": spec})

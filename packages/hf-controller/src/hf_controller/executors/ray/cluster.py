@@ -28,8 +28,8 @@ from hf_controller.executors.ray.watchdog import Watchdog
 from hf_controller.failures import LostClusterError
 from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
-from hf_protocols import PoolError, read_machine_limits
-from hf_protocols.foreign_code import raised_as
+from hf_protocols import HybridFlowError, PoolError, read_machine_limits
+from hf_protocols.foreign_code import Caught, raised_as
 from hf_protocols.validation import show
 
 __all__ = ["Cluster", "Reachability"]
@@ -41,6 +41,7 @@ _CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeou
 _PATIENCE_MS = 24 * 60 * 60 * 1000
 """Ray closes connections with a process that stands still for 20 s, and then takes it for dead: on one machine
 `ProcessWatch` sees what ended."""
+_MOST_STARTS = 2
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
 _MOST_FAILED = 3
@@ -161,11 +162,24 @@ class Cluster:
             self._spilling = None
 
     def _start(self, options: dict[str, Any]) -> None:
+        """Starts a local cluster, and another one if its processes gave up waiting for each other: Ray bounds that by a
+        few seconds, which are too short on a busy machine.
+        """
         given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
-        with raised_as(partial(self._describe_start, given)):
-            self._watchdog = Watchdog(options["_temp_dir"])
-            ray.init(address="local", **options)
-            self._spilling = SpillCheck(self._watchdog.find_sessions(), options["object_store_memory"])
+        for starts_left in reversed(range(_MOST_STARTS)):
+            with Caught() as caught:
+                self._watchdog = Watchdog(options["_temp_dir"])
+                ray.init(address="local", **options)
+            if caught.error is None:
+                break
+            if isinstance(caught.error, HybridFlowError):
+                raise caught.error
+            if isinstance(caught.error, ValueError) or not starts_left:
+                raise self._describe_start(given, caught.error) from caught.error
+            self.stop()
+            atexit.register(self.stop)
+        assert self._watchdog is not None
+        self._spilling = SpillCheck(self._watchdog.find_sessions(), options["object_store_memory"])
 
     def _describe_start(self, given: Mapping[str, Any], error: BaseException) -> PoolError:
         """Says why Ray's start, which raises errors of many kinds, failed."""
