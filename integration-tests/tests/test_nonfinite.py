@@ -42,7 +42,6 @@ def test_a_run_goes_on_without_updates_that_explode(
     for row in read_metrics(run):
         assert row["actor/skipped_nonfinite"] == row["critic/skipped_nonfinite"] == 1
         assert "actor/policy_loss" not in row and "actor/grad_norm" not in row
-        assert not row.get("actor/weights_unchanged")
     shown = " ".join((outcome.output + outcome.errors).split())
     assert "in iteration 2 100% of the updates of role critic were left out" in shown
     before, after = (load_file(run / folder / "model.safetensors") for folder in ("initial_model", "model"))

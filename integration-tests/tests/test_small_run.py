@@ -13,7 +13,6 @@ import torch
 from starlette.testclient import TestClient
 
 from hf_algorithms.report.live import build_app
-from hf_engine.training.optimizer import ShardedAdamW
 from hf_protocols import MappingPlan
 from small_runs import Outcome, read_metrics, without_times
 
@@ -86,19 +85,6 @@ def _check_samples(run: Path) -> None:
     assert page.count(", ratio ") == longest["tokens"]
     for part in ("curves", "health", "samples", "compare", "gantt"):
         assert 'class="note"' not in client.get(f"/parts/{part}").text
-
-
-def test_steps_that_change_nothing_are_warned_of(
-    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, run: Path
-) -> None:
-    assert [row["actor/weights_unchanged"] for row in read_metrics(run)] == [0.0, 0.0]
-    monkeypatch.setattr(ShardedAdamW, "step", lambda optimizer, grad_norm: None)
-    with pytest.warns(UserWarning, match="rank 0 of actor: an optimizer step .* changed no bit of its weights"):
-        outcome = hybridflow("train", small_config, "--set", f"run.output_dir={run.parent / 'stuck'}")
-    assert outcome.exit_code == 0, outcome.errors
-    assert "warning: in iteration 2 the last steps of role actor had left its weights as they were" in outcome.output
-    # The evaluation after an iteration generates too, and sees the steps first; the next iteration reports it.
-    assert [row["actor/weights_unchanged"] for row in read_metrics(run.parent / "stuck")][1] == 1.0
 
 
 def test_the_trace_of_a_run_is_summed_up(run: Path, hybridflow: Callable[..., Outcome]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,39 +40,6 @@ def update(worker: ActorWorker, *, trained: bool = True) -> dict[str, float]:
     rows = range(dist.get_rank(), 6, dist.get_world_size())
     metrics = worker.update_actor(select_rows(batch, rows), SupervisedLoss())
     return {name: value / count for name, (value, count) in metrics.items()}
-
-
-def report_unchanged(model: Path) -> list[Any]:
-    """Returns the metric, and if this rank warned, after steps that change weights and steps that fail to."""
-    worker, found = build(model), []
-
-    def generate_then_update() -> None:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            worker.generate_sequences(PROMPTS, SAMPLING)
-        warned = any("changed no bit of its weights" in str(warning.message) for warning in caught)
-        found.append((update(worker)["actor/weights_unchanged"], warned))
-
-    generate_then_update()  # nothing to compare with
-    generate_then_update()  # a step lay in between
-    assert "actor/weights_unchanged" not in update(worker), "reported once a generation"
-    before = {name: tensor.clone() for name, tensor in worker._train.local_weights().items()}
-    worker.generate_sequences(PROMPTS, SAMPLING)
-    update(worker)
-    if dist.get_rank() == 1:  # the last step is lost on one rank
-        for name, tensor in worker._train.local_weights().items():
-            tensor.copy_(before[name])
-    generate_then_update()
-    worker.load_model(str(model))
-    worker.generate_sequences(PROMPTS, SAMPLING)
-    worker.load_model(str(model))  # equal weights, and nobody promised a change
-    generate_then_update()
-    worker.set_learning_rate(0.0)
-    update(worker)
-    worker.generate_sequences(PROMPTS, SAMPLING)
-    update(worker)  # no change at this learning rate
-    generate_then_update()
-    return found
 
 
 def observe(batch: Any) -> Any:
@@ -133,13 +99,6 @@ def ranks2() -> Iterator[LocalRanks]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", vocab_size=VOCAB_SIZE)
-
-
-def test_unchanged_weights_are_counted_over_ranks_with_a_warning(ranks2: LocalRanks, model: Path) -> None:
-    first, second = ranks2.run(report_unchanged, model)
-    assert [count for count, _ in first] == [count for count, _ in second] == [0.0, 0.0, 1.0, 0.0, 0.0]
-    assert [warned for _, warned in first] == [False] * 5
-    assert [warned for _, warned in second] == [False, False, True, False, False]
 
 
 @pytest.mark.parametrize(("spoils_from", "wrong"), [(None, [False, False]), (2, [False, True]), (1, [True, True])])

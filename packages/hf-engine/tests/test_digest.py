@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_engine.resharding.digest import compute_digest, compute_digests
+from hf_engine.resharding.digest import compute_digest
 
 
 def tensor(numel, seed=0):
@@ -22,12 +22,6 @@ def test_equal_bits_have_equal_digests_whatever_the_strides(numel):
 def test_a_digest_is_what_it_was():
     """Ranks with two versions of this library take each other's weights."""
     assert compute_digest(torch.arange(5000, dtype=torch.int32)) == 12031491396651945532
-
-
-def test_digests_of_several_are_those_of_each():
-    tensors = [tensor(numel, seed=numel) for numel in (0, 3, 5000)] + [tensor(9)[1:]]
-    assert compute_digests(iter(tensors)) == [compute_digest(each) for each in tensors]
-    assert compute_digests([]) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool])

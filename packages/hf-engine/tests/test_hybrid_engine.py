@@ -233,20 +233,6 @@ def test_the_count_finds_an_executor_that_sends_too_much(ranks2, tmp_path):
     assert ranks2.run(send_twice, write_tiny_model(tmp_path)) == [True, True]
 
 
-def steps_that_change_nothing(model):
-    train, _, engine = build_engine(model, model)
-    found = []
-    for change in (step, lambda train: None, lambda train: setattr(train, "_weight_changes", 7), step):
-        change(train)
-        with engine.generation():
-            found.append(engine.last_transition.is_unchanged)
-    return found
-
-
-def test_weights_that_stay_equal_despite_a_step_are_noticed(ranks2, tmp_path):
-    assert ranks2.run(steps_that_change_nothing, write_tiny_model(tmp_path)) == [[False, False, True, False]] * 2
-
-
 def use_what_was_closed(model, backend):
     topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
     train = load_train_backend(backend).build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))

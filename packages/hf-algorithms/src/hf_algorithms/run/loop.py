@@ -320,12 +320,6 @@ class _Run:
         self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
         if "constraint/infeasible" in metrics:
             self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
-        for role in self._roles.groups:
-            if unchanged := metrics.get(f"{role}/weights_unchanged"):
-                self._display.note(
-                    f"warning: in iteration {iteration} the last steps of role {role} had left its weights as they "
-                    f"were on {unchanged:g} ranks: look at its learning rate and at the training backend"
-                )
         if "reward/unscorable" in metrics and "reward/mean" not in metrics:
             self._display.note(describe_unscorable(iteration, metrics))
         for line in describe_skipped(iteration, metrics):

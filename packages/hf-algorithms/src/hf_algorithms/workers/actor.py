@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -74,9 +73,6 @@ class ActorWorker(PolicyWorker):
         self._sampled: tuple[int, float] | None = None
         self._directory, self._num_draws = model, 0
         self._prompts: PromptReader | None = None
-        # An optimizer step that must have changed the weights; transitions since the last report that saw no change.
-        self._has_stepped = False
-        self._num_unchanged: int | None = None
 
     @classmethod
     def configure(cls, setup: RoleSetup) -> dict[str, Any]:
@@ -147,7 +143,6 @@ class ActorWorker(PolicyWorker):
         with ExitStack() as stack:
             with self.context.span("reshard", kind="transition"):
                 stack.enter_context(self._engine.generation())
-            self._note_unchanged()
             with self.context.span("generate", kind="generation"):
                 responses = self._engine.generate(batch, sampling)
         self._sampled = (self._train.weight_changes, sampling.temperature)
@@ -194,22 +189,8 @@ class ActorWorker(PolicyWorker):
         their trained tokens is added to the loss (Ouyang et al. 2022, eq. 2), with logits divided by `temperature` too.
 
         Without a trained token on any rank the weights stay, and `ROLE/skipped_steps` is reported.
-
-        The first step after a generation reports `ROLE/weights_unchanged`: on how many ranks the weights were those
-        of the generation before, although a step with a gradient and a learning rate above zero lay in between.
         """
-        metrics = self._update(batch, loss, temperature=temperature, pretrain_weight=pretrain_weight)
-        self._note_step(metrics)
-        return metrics
-
-    def _note_step(self, metrics: Metrics) -> None:
-        norm, rate = (
-            metrics.get(f"{self.context.role}/{name}", (0.0, 1.0))[0] for name in ("grad_norm", "learning_rate")
-        )
-        self._has_stepped |= norm > 0 and rate > 0
-        if self._num_unchanged is not None:
-            metrics[f"{self.context.role}/weights_unchanged"] = (self._engine.sum_over_ranks(self._num_unchanged), 1.0)
-            self._num_unchanged = None
+        return self._update(batch, loss, temperature=temperature, pretrain_weight=pretrain_weight)
 
     @register(protocol=THREE_D, returns="object", reads=SEQUENCE)
     def hold_pretraining(self, batch: TensorDict) -> None:
@@ -217,17 +198,10 @@ class ActorWorker(PolicyWorker):
         self.pretraining = batch
 
     @register(protocol=ONE_TO_ALL, returns="object")
-    def load_model(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
-        super().load_model(directory)
-        self._has_stepped = False  # they may be the weights that generation has seen
-
-    @register(protocol=ONE_TO_ALL, returns="object")
     def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
         """Go on from what `save_state` wrote, samples carry on with its weight version; see `ModelWorker`."""
         loaded = super().load_state(path, files=files)
         self._engine.weight_version = loaded.weight_version
-        self._has_stepped = False
         return loaded
 
     @register(protocol=ONE_TO_ALL, returns="object")
@@ -269,19 +243,6 @@ class ActorWorker(PolicyWorker):
     def _coarser_dtype(self) -> str:
         dtypes = (self._train.compute_dtype, self._engine.plan.source.dtype, self._engine.plan.target.dtype)
         return max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
-
-    def _note_unchanged(self) -> None:
-        transition = self._engine.last_transition
-        is_unchanged = self._has_stepped and transition is not None and transition.is_unchanged
-        self._num_unchanged = (self._num_unchanged or 0) + is_unchanged
-        self._has_stepped = False
-        if is_unchanged:
-            warnings.warn(
-                f"rank {self.context.rank} of {self.context.role}: an optimizer step with a gradient and a learning "
-                "rate above zero changed no bit of its weights, or the training backend does not show the change: "
-                "look at the learning rate and at the backend's local_weights()",
-                stacklevel=2,
-            )
 
 
 def _number_samples(prompts: TensorDict, samples_per_prompt: int) -> torch.Tensor:

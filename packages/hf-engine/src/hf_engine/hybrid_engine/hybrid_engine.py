@@ -96,8 +96,7 @@ class HybridEngine:
                 self._way = StreamedTransition(train, rollout, plan, offloads=training_weights == "offload", **options)
                 self._proof = SamplerCheck(train, topology, (plan.source.dtype, plan.target.dtype))
             undo.pop_all()
-        self._held = _Held(rollout.weight_version, train.weight_changes, None)
-        self._holds_weights = plan.source.held_bytes(dist.get_rank()) > 0
+        self._held = _Held(rollout.weight_version, train.weight_changes)
         self._last_transition: Transition | None = None
 
     @property
@@ -162,19 +161,15 @@ class HybridEngine:
         with ExitStack() as undo:
             undo.push(self._leave_after)
             self._is_current = False
-            moved = self._way.enter(version, None if has_changed else held.digest, moves=moves)
+            moved = self._way.enter(version, moves=moves)
             undo.pop_all()
         self._last_transition = Transition(
             weight_version=version,
             seconds=time.perf_counter() - start if moves else 0.0,
             recv_bytes=moved.recv_bytes,
             fed_bytes=moved.fed_bytes,
-            is_unchanged=has_changed
-            and held.digest is not None
-            and held.digest == moved.digest
-            and self._holds_weights,
         )
-        self._held = _Held(version, changes, moved.digest)
+        self._held = _Held(version, changes)
         self._is_current = self._is_generating = True
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
@@ -240,11 +235,10 @@ class HybridEngine:
 
 
 class _Held(NamedTuple):
-    """Weights that generation had last: version, changes that the training backend counted then, and their digest."""
+    """Weights that generation had last: their version, and the changes that the training backend counted then."""
 
     version: int
     changes: int
-    digest: int | None
 
 
 def _pair_adapters(

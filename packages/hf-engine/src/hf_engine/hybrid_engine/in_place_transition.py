@@ -11,7 +11,6 @@ from hf_engine.backends.abilities import AdoptsWeights, HoldsPadding, SupportsWe
 from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.digest import compute_digests
 from hf_engine.resharding.execute import ReshardExecutor, as_parts
 from hf_engine.resharding.moving import ShardMover
 
@@ -66,15 +65,13 @@ class InPlaceTransition(WeightTransition):
         agree_on_moving(is_stale, None, local_device())
         return is_stale
 
-    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
-        moved = MovedWeights(digest)
+    def enter(self, version: int, *, moves: bool) -> MovedWeights:
+        moved = MovedWeights()
         if moves:
             weights, buffers = self._train.local_weights(), self._writable.weight_buffers()
-            if digest is None:
-                digest = hash(tuple(compute_digests([part for parts in as_parts(weights).values() for part in parts])))
             received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
             self._commit(version)
-            moved = MovedWeights(digest, recv_bytes=received)
+            moved = MovedWeights(received)
         if self._offloads:
             self._train.offload(weights=True)
         return moved

@@ -15,8 +15,7 @@ from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
 from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.digest import compute_digests
-from hf_engine.resharding.execute import Weights, as_parts
+from hf_engine.resharding.execute import Weights
 from hf_engine.resharding.streaming import ShardStream
 
 if TYPE_CHECKING:
@@ -71,18 +70,16 @@ class StreamedTransition(WeightTransition):
         self._is_whole = agree_on_moving(is_stale, None, local_device(), whole=needs_base)
         return is_stale
 
-    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
-        moved = MovedWeights(digest)
+    def enter(self, version: int, *, moves: bool) -> MovedWeights:
+        moved = MovedWeights()
         with ExitStack() as undo:
             undo.callback(self._forget)
             if moves:
                 weights = self._train.local_weights()
-                if digest is None:
-                    digest = self._digest(weights)
                 received = self._feed(weights, version)
                 self._commit(version)
                 self._base = self._base_changes
-                moved = MovedWeights(digest, recv_bytes=received, fed_bytes=self._fed_bytes)
+                moved = MovedWeights(received, self._fed_bytes)
             if self._offloads:
                 self._train.offload(weights=True)
             self._rollout.resume()
@@ -115,13 +112,6 @@ class StreamedTransition(WeightTransition):
             peak_bytes=trained,
             staging_bytes=sum(stream.staging_bytes for stream in streams) + self._loading_bytes,
         )
-
-    def _digest(self, weights: Weights) -> int:
-        """A number of the bits of this rank's weights; of a base that does not change only its loads are counted."""
-        parts = as_parts(weights)
-        names = parts if self._adapters is None else self._names
-        tensors = [part for name in names for part in parts.get(name, ())]
-        return hash((self._base_changes, *compute_digests(tensors)))
 
     def _feed(self, weights: Weights, version: int) -> int:
         """Sends this rank's weights and feeds the engine; see `ShardStream.run`. Returns the bytes received."""

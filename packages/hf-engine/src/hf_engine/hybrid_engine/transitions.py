@@ -28,9 +28,6 @@ class Transition:
     """Bytes of weights received from other ranks."""
     fed_bytes: int
     """Bytes of weights handed to an engine that keeps its weights itself: of all, or of the adapters alone."""
-    is_unchanged: bool
-    """The backend says that its weights changed, but this rank's bits are those of the last transition: after a real
-    optimizer step this points to a broken sync. False on a rank that holds no weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +60,6 @@ class TransitionMemory:
 class MovedWeights(NamedTuple):
     """Result of `WeightTransition.enter` on this rank."""
 
-    digest: int | None
-    """A number of the bits of this rank's training weights; None where none was asked for."""
     recv_bytes: int = 0
     """Bytes of weights received from other ranks."""
     fed_bytes: int = 0
@@ -97,14 +92,13 @@ class WeightTransition(ABC):
         """
 
     @abstractmethod
-    def enter(self, version: int, digest: int | None, *, moves: bool) -> MovedWeights:
+    def enter(self, version: int, *, moves: bool) -> MovedWeights:
         """Leaves the rollout backend ready to generate from the training weights. Collective where they move.
 
         After an error nothing is known of the weights that the rollout backend holds: `leave`, and move them next time.
 
         Args:
             version: of the weights.
-            digest: of the weights that this rank trains, if it is known.
             moves: as `agree` said; else what the rollout backend has is current.
         """
 

@@ -5,11 +5,9 @@ Not cryptographic: it finds damaged, lost, swapped or shifted pieces, not an adv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
-__all__ = ["compute_digest", "compute_digests", "digest_words"]
+__all__ = ["compute_digest", "digest_words"]
 
 _ROW = 1024
 """Words in a row of the digest's table."""
@@ -25,17 +23,8 @@ def compute_digest(tensor: torch.Tensor) -> int:
     Args:
         tensor: any dtype and device; one that is not contiguous is copied, as is a view that begins inside a word.
     """
-    return compute_digests([tensor])[0]
-
-
-def compute_digests(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The digest of each, as `compute_digest`; the device is waited for once."""
-    found = [(digest_words(flat), flat.numel()) for flat in map(_as_bytes, tensors)]
-    if not found:
-        return []
-    device = found[0][0].device
-    words = torch.stack([word.to(device) for word, _ in found]).tolist()
-    return [(word * 31 + size) & _MASK for word, (_, size) in zip(words, found, strict=True)]
+    flat = _as_bytes(tensor)
+    return (int(digest_words(flat)) * 31 + flat.numel()) & _MASK
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
