@@ -10,6 +10,15 @@ from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
+    from hf_algorithms.workers.calls import (
+        ActorCalls,
+        AdvantageCalls,
+        CostCalls,
+        CriticCalls,
+        PairScorerCalls,
+        ReferenceCalls,
+        RewardCalls,
+    )
     from hf_controller import BatchFuture, WorkerGroup
 
 __all__ = ["Roles", "call_keeping_scores", "is_scored", "least_rows", "list_trained"]
@@ -66,6 +75,8 @@ class _PlayedGroup:
 class Roles:
     """`roles.actor.generate_sequences(...)`: every role of a recipe as an attribute.
 
+    Type checkers know the calls of the shipped roles; those of a role of one's own are those of its `WorkerGroup`.
+
     Args:
         groups: by role.
         scorers: roles whose models score a batch before another role reads it, by that other role; see
@@ -76,6 +87,16 @@ class Roles:
     Raises:
         ConfigError: when a step asks for a role that the recipe does not have.
     """
+
+    if TYPE_CHECKING:
+        actor: ActorCalls
+        advantage: AdvantageCalls
+        cost: CostCalls
+        cost_critic: CriticCalls
+        critic: CriticCalls
+        reference: ReferenceCalls
+        reward: RewardCalls
+        reward_model: PairScorerCalls
 
     def __init__(
         self,
@@ -118,6 +139,14 @@ class Roles:
         return next((group for group in groups if method in group.methods), None)
 
     def __getattr__(self, role: str) -> WorkerGroup:
+        return self.group(role)
+
+    def group(self, role: str) -> WorkerGroup:
+        """Returns the worker group of a role, also where another group plays it.
+
+        Raises:
+            ConfigError: if the recipe does not have the role.
+        """
         groups = {**self.__dict__.get("_groups", {}), **self.__dict__.get("_played", {})}
         if role not in groups:
             near = find_similar(role, groups)

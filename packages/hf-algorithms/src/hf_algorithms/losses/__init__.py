@@ -12,7 +12,7 @@ from hf_algorithms.losses._aggregation import Aggregation, count_group_tokens
 from hf_algorithms.losses._correction import Correction
 from hf_algorithms.losses._distillation import DistillationLoss
 from hf_algorithms.losses._kl_term import KLTerm
-from hf_algorithms.losses._loss import Loss
+from hf_algorithms.losses._loss import Loss, LossOfOutputs
 from hf_algorithms.losses._names import find_loss
 from hf_algorithms.losses._policy import GAP_BOUND, PolicyLoss
 from hf_algorithms.losses._preference import PreferenceLoss, PreferencePairs, label_pairs
@@ -46,6 +46,7 @@ __all__ = [
     "DistillationLoss",
     "KLTerm",
     "Loss",
+    "LossOfOutputs",
     "PolicyLoss",
     "PreferenceLoss",
     "PreferencePairs",

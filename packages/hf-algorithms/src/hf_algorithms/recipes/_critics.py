@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hf_algorithms.losses import ValueLoss
     from hf_algorithms.recipes._config import CriticKeys
     from hf_algorithms.roles import Roles
+    from hf_algorithms.workers.calls import CriticCalls
     from hf_controller import BatchFuture
 
 __all__ = ["build_value_loss", "compute_values"]
@@ -19,18 +20,15 @@ def compute_values(
     roles: Roles, batch: BatchFuture, config: CriticKeys, context: StepContext, role: str = "critic"
 ) -> BatchFuture:
     """Returns `values` of a critic, in the unit of rewards; with `reward_position = "after"` also `next_values`."""
-    group: Any = getattr(roles, role)
+    critic: CriticCalls = getattr(roles, role)
     options: dict[str, Any] = {}
     if config.normalize_values:
         from hf_algorithms.value_scale import ValueScale
 
         options["scale"] = ValueScale.of(context.state.get(_key(role)))
-    found: BatchFuture
     if getattr(config, "reward_position", "last") == "after":
-        found = group.compute_values_after(batch, max_tokens=context.sampling.max_new_tokens, **options)
-    else:
-        found = group.compute_values(batch, **options)
-    return found
+        return critic.compute_values_after(batch, max_tokens=context.sampling.max_new_tokens, **options)
+    return critic.compute_values(batch, **options)
 
 
 def build_value_loss(

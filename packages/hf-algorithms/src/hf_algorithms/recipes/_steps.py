@@ -56,10 +56,10 @@ def score_uncounted(roles: Roles, batch: BatchFuture) -> BatchFuture:
 
     A worker of one's own whose `compute_reward` does not take `is_counted` counts them.
     """
-    parameters = signature(roles.reward.spec.worker.compute_reward).parameters.values()  # type: ignore[attr-defined]
+    worker: Any = roles.group("reward").spec.worker
+    parameters = signature(worker.compute_reward).parameters.values()
     takes = any(each.name == "is_counted" or each.kind is each.VAR_KEYWORD for each in parameters)
-    found: BatchFuture = roles.reward.compute_reward(batch, **({"is_counted": False} if takes else {}))
-    return found
+    return roles.reward.compute_reward(batch, is_counted=False) if takes else roles.reward.compute_reward(batch)
 
 
 def add_old_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> BatchFuture:

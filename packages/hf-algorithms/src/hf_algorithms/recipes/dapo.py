@@ -80,7 +80,7 @@ def step(
     batch, metrics = fill(roles, prompts, config, context)
     if batch is not None and batch.num_rows < prompts.num_rows * context.sampling.n:
         # every mini-batch holds whole groups, and a row for each rank
-        groups_each = -(-least_rows(roles.actor, "update_actor") // context.sampling.n)
+        groups_each = -(-least_rows(roles.group("actor"), "update_actor") // context.sampling.n)
         parts = min(config.mini_batches, batch.num_rows // context.sampling.n // groups_each)
         batch = batch if parts else None
         config = config.model_copy(update={"mini_batches": parts})
@@ -138,9 +138,9 @@ def _generate_scored(roles: Roles, prompts: BatchFuture, config: DAPOConfig, con
     """Scored responses; where groups are compared by a reward model, its scores stay in the batch."""
     from hf_algorithms.roles import call_keeping_scores, is_scored
 
-    if config.filter_metric != _OF_MODEL or not is_scored(roles.reward, "compute_reward"):
+    if config.filter_metric != _OF_MODEL or not is_scored(roles.group("reward"), "compute_reward"):
         return generate_scored(roles, prompts, context)
-    batch = call_keeping_scores(roles.reward, "compute_reward", generate(roles, prompts, context))
+    batch = call_keeping_scores(roles.group("reward"), "compute_reward", generate(roles, prompts, context))
     context.note_scored(batch)
     return batch
 
@@ -148,21 +148,18 @@ def _generate_scored(roles: Roles, prompts: BatchFuture, config: DAPOConfig, con
 def _select(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> ObjectFuture:
     from hf_algorithms.advantages import FilterMetric
 
-    found: ObjectFuture
     if config.filter_metric == "scores":
-        found = roles.advantage.select_groups(batch)
-        return found
+        return roles.advantage.select_groups(batch)
     column = config.filter_metric
     if column == "metric_scores":
         batch = batch.union(roles.reward.compute_metric(batch))
     elif column.startswith(_NAMED):
         batch, column = _add_named(roles, batch, config)
     try:
-        found = roles.advantage.select_groups(batch, FilterMetric(column))
+        return roles.advantage.select_groups(batch, FilterMetric(column))
     except BatchError as error:
         label = f"algorithm.filter_metric = {show(config.filter_metric)}"
         raise ConfigError(f"{label}: the responses have no such column. {error}") from None
-    return found
 
 
 def _add_named(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> tuple[BatchFuture, str]:
@@ -172,12 +169,12 @@ def _add_named(roles: Roles, batch: BatchFuture, config: DAPOConfig) -> tuple[Ba
     """
     from hf_algorithms.roles import is_scored
 
-    name, methods = config.filter_metric.removeprefix(_NAMED), roles.reward.methods
+    name, methods = config.filter_metric.removeprefix(_NAMED), roles.group("reward").methods
     writes = methods["compute_reward"].writes
     written = [each for each in writes if each != "scores"] if isinstance(writes, tuple) else []
     if name in written:
         return batch, name
-    if config.filter_metric == _OF_MODEL and is_scored(roles.reward, "compute_reward"):
+    if config.filter_metric == _OF_MODEL and is_scored(roles.group("reward"), "compute_reward"):
         return batch, "model_scores"
     if "compute_named_reward" in methods:
         return batch.union(roles.reward.compute_named_reward(batch, name)), "named_scores"

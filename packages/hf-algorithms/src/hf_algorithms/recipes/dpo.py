@@ -97,8 +97,8 @@ def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: DPOConfig)
     from hf_algorithms.evaluation.validation import call_on_rows
     from hf_algorithms.losses import label_pairs
 
-    found = pairs.union(call_on_rows(roles.actor, "compute_logprobs", pairs, pairs.num_rows))
-    found = found.union(call_on_rows(roles.reference, "compute_ref_logprobs", pairs, pairs.num_rows))
+    found = pairs.union(call_on_rows(roles.group("actor"), "compute_logprobs", pairs, pairs.num_rows))
+    found = found.union(call_on_rows(roles.group("reference"), "compute_ref_logprobs", pairs, pairs.num_rows))
     names = ["scores", "group_id", "response_mask", "old_logprobs", "ref_logprobs"]
     columns = found.select(names).result()
     log_ratios = label_pairs({name: columns[name] for name in names})["partner_logratio"].view(-1, 2)

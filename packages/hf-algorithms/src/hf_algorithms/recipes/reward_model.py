@@ -99,7 +99,7 @@ def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: RewardMode
     from hf_algorithms.evaluation.confidence import compute_wilson_interval
     from hf_algorithms.evaluation.validation import call_on_rows
 
-    found = call_on_rows(roles.reward_model, "score_pairs", pairs, num_rows).result()["scores"].double()
+    found = call_on_rows(roles.group("reward_model"), "score_pairs", pairs, num_rows).result()["scores"].double()
     margins = found[:, 0] - found[:, 1]
     if config.labels == "cost":
         margins = -margins

@@ -118,7 +118,7 @@ def evaluate(roles: Roles, rows: BatchFuture, num_rows: int, config: SFTConfig) 
     from hf_algorithms.evaluation.validation import call_on_rows
 
     del config
-    found = rows.union(call_on_rows(roles.actor, "compute_logprobs", rows, num_rows))
+    found = rows.union(call_on_rows(roles.group("actor"), "compute_logprobs", rows, num_rows))
     columns = found.select(["response_mask", "old_logprobs"]).result()
     is_trained = columns["response_mask"].values()
     loss = -float(columns["old_logprobs"].values().double()[is_trained].mean())
