@@ -231,6 +231,8 @@ def test_chats_and_texts_are_learned(tmp_path: Path) -> None:
         ("sft", {"data": {"block_tokens": 8}}, "data.block_tokens = 8: data."),
         ("dpo", {"data": {"train": "{equal}"}}, "data.train: {equal}, line 2: its two sides are equal, '7'"),
         ("dpo", {"data": {"too_long": "drop"}}, "data.too_long = 'drop': `hybridflow dpo` does not read it. Remove it"),
+        ("sft", {"data": {"max_prompt_tokens": 4}}, "data.max_prompt_tokens = 4: `hybridflow sft` does not read it."),
+        ("sft", {"data": {"pretraining": "x"}}, "data.pretraining = 'x': `hybridflow sft` does not read it. Remove it"),
         ("dpo", {"reward": {"function": "x:y"}}, "unknown key 'reward.function'"),
         ("dpo", {"algorithm": {"beta": 0.0}}, "algorithm.beta = 0.0"),
     ],

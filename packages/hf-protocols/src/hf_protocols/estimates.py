@@ -1,6 +1,6 @@
 """The estimates on which the mapper based a plan, as they stand in the plan's JSON. Seconds and bytes are predictions.
 
-`read_estimates` checks every value once, where a plan is read: a plan is a file that anybody may have edited.
+`PlanEstimates.from_body` checks every value once, where a plan is read: a plan is a file that anybody may have edited.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ __all__ = [
     "PoolEstimate",
     "SearchEstimate",
     "StageEstimate",
-    "read_estimates",
 ]
 
 _LARGEST = 1e300
@@ -136,29 +135,29 @@ class PlanEstimates:
         object.__setattr__(self, "pools", dict(self.pools))
         object.__setattr__(self, "models", dict(self.models))
 
+    @classmethod
+    def from_body(cls, body: Mapping[str, object]) -> PlanEstimates:
+        """Returns the estimates that an object of JSON holds.
+
+        Raises:
+            PlanError: for an unknown or missing key or a value of another kind, with its place in the plan.
+        """
+        given = _Value("", body).read_fields(cls)
+        stages = given["stages"].read_all(_read_stage)
+        return cls(
+            iteration_s=given["iteration_s"].read_number(),
+            stages=stages,
+            pools=given["pools"].read_each(lambda pool: _read_pool(pool, len(stages))),
+            models=given["models"].read_each(lambda model: _read_model(model, len(stages))),
+            idle_gpus=given["idle_gpus"].read_whole(),
+            search=given["search"].read_unless_null(_read_search) or SearchEstimate(),
+            largest_generation=given["largest_generation"].read_unless_null(_Value.read_text),
+            adapters=given["adapters"].read_unless_null(_read_adapters),
+        )
+
     def to_body(self) -> dict[str, object]:
-        """Returns the object of JSON that `read_estimates` reads."""
+        """Returns the object of JSON that `from_body` reads."""
         return asdict(self, dict_factory=_build_object)
-
-
-def read_estimates(body: Mapping[str, object]) -> PlanEstimates:
-    """Returns the estimates that an object of JSON holds.
-
-    Raises:
-        PlanError: for an unknown or missing key or a value of another kind, with its place in the plan.
-    """
-    given = _Value("", body).read_fields(PlanEstimates)
-    stages = given["stages"].read_all(_read_stage)
-    return PlanEstimates(
-        iteration_s=given["iteration_s"].read_number(),
-        stages=stages,
-        pools=given["pools"].read_each(lambda pool: _read_pool(pool, len(stages))),
-        models=given["models"].read_each(lambda model: _read_model(model, len(stages))),
-        idle_gpus=given["idle_gpus"].read_whole(),
-        search=given["search"].read_unless_null(_read_search) or SearchEstimate(),
-        largest_generation=given["largest_generation"].read_unless_null(_Value.read_text),
-        adapters=given["adapters"].read_unless_null(_read_adapters),
-    )
 
 
 def _build_object(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 from hf_protocols._json import parse_json
 from hf_protocols.errors import HybridFlowError, PlanError
-from hf_protocols.estimates import PlanEstimates, read_estimates
+from hf_protocols.estimates import PlanEstimates
 from hf_protocols.paths import read_text
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 from hf_protocols.validation import Checks, shorten, show
@@ -306,7 +306,7 @@ def _read_models(place: str, value: Any) -> dict[str, ModelPlan]:
 
 def _read_plan_estimates(place: str, value: Any) -> PlanEstimates | None:
     body = _as_object(place, value)
-    return read_estimates(body) if body else None
+    return PlanEstimates.from_body(body) if body else None
 
 
 def _read_sizes(kind: type[Spec], place: str, value: Any) -> Spec | None:
