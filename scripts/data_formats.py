@@ -77,7 +77,7 @@ files of a run.
 | format | recognised by | a row is |
 |---|---|---|
 | JSONL | an object in the first line | a line; lines without content may end the file |
-| JSON | a list of objects, or an object whose key `data` holds one | an object |
+| JSON | a list of objects, or an object whose only key, `data`, holds one | an object |
 | CSV | the name `*.csv` or `*.tsv`; separated by `,`, `;` or tabs | a record; an empty value is absent |
 | gzip | the name `*.jsonl.gz`, `*.json.gz`, `*.csv.gz` or `*.tsv.gz` | as in the file that is packed |
 | Parquet | its first bytes, under any name | a row |
@@ -101,8 +101,11 @@ files of a run.
 
 Columns are found by their names in the first 100 rows, and the mapping is printed when a run starts.
 `data.prompt_field` and `data.answer_field` name others; `reward_model.ground_truth` leads into an object.
+Where a row has several such names, `prompt` and `messages` come before the other names of a prompt, and `completion` and `output` after
+the other names of an answer, or before them where the answers are learned. Two of one rank are an error that names both.
 
-- A prompt is a text, a number or a list of messages. A chat in `messages` that ends with an assistant's message is
+- A prompt is a text, a number or a list of messages. The content of a message is a text or a list of parts that are
+  all text, which are joined. A chat in `messages` that ends with an assistant's message is
   a prompt whose answer is that message, unless a column has the answer.
 - The answer is optional. A number keeps its spelling, a message gives its content, lists and objects become JSON.
 - A verifier does not score responses to a row without an answer. A run without any answer for it is refused.

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import json
 import os
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -126,5 +130,46 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 def test_an_answer_in_parts_of_text_is_their_text(tmp_path):
     parts = b'[{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]'
     chat = b'{"messages": [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": %s}]}\n'
-    texts, other = load_rows(_file(tmp_path, chat % parts + chat % b'[{"type": "image", "image": "a.png"}]'))
-    assert (texts.answer, other.answer) == ("42", None)
+    (row,) = load_rows(_file(tmp_path, chat % parts))
+    assert row.answer == "42"
+
+
+PARTS = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+
+
+def write_chat(path: Path, *messages: dict[str, Any]) -> Path:
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def test_parts_of_a_message_that_are_text_are_joined(tmp_path: Path) -> None:
+    reply = {"role": "assistant", "content": [{"type": "text", "text": "2"}]}
+    (row,) = load_rows(write_chat(tmp_path / "a.jsonl", {"role": "user", "content": PARTS}, reply))
+    assert (row.prompt, row.answer) == (({"role": "user", "content": "1+1="},), "2")
+    call = {"role": "assistant", "tool_calls": [{"name": "add"}]}
+    asked = {"role": "user", "content": 1}
+    (row,) = load_rows(write_chat(tmp_path / "b.jsonl", asked, call, {"role": "user", "content": "?"}))
+    assert row.prompt == ({"role": "user", "content": "1"}, call, {"role": "user", "content": "?"})
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([*PARTS, {"type": "image", "url": "x"}], "has a part of type 'image', and only text is read"),
+        ([{"type": "text", "text": None}], "has a part of type 'text', and only text is read"),
+        ([5], "has a part that is 5, and only text is read"),
+        (None, "has no content. Write its text, or remove the message"),
+        ({"text": "x"}, "has a JSON object as content, not text"),
+        (True, "has a JSON boolean as content, not text"),
+    ],
+)
+def test_content_that_is_no_text_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
+    path = write_chat(tmp_path / "a.jsonl", {"role": "user", "content": content})
+    with pytest.raises(DataError, match=re.escape(f"a.jsonl, line 1: message 1 of field 'messages' {reason}")):
+        load_rows(path)
+
+
+def test_a_number_of_too_many_digits_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1", "answer": ' + "9" * 5000 + "}\n")
+    with pytest.raises(DataError, match=r"line 1: the number 9{20}\.\.\. has 5000 characters. Write it as a string"):
+        load_rows(tmp_path / "a.jsonl")

@@ -15,6 +15,10 @@ _REMEDY = 'Write each row as one JSON object, such as {"prompt": "..."}'
 _KINDS = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", type(None): "null"}
 
 
+_MOST_DIGITS = 4000
+"""Python reads no longer whole numbers from text."""
+
+
 class SpelledNumber(float):
     """A number that remembers how the file spells it: `1.50` is not `1.5` for a reader of text."""
 
@@ -86,6 +90,8 @@ def _parse_fraction(text: str) -> SpelledNumber:
 
 
 def _parse_whole(text: str) -> int | SpelledNumber:
+    if len(text) > _MOST_DIGITS:
+        raise _UnusableError(f"the number {text[:20]}... has {len(text)} characters. Write it as a string")
     return int(text) if text != "-0" else SpelledNumber(text)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hf_algorithms.data._columns import find_prompt_of_pairs, get_field
 from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
-from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row
+from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row, read_message
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._system_column import begin_with, check_field, read_system
 from hf_algorithms.data._tables import Table, open_tables
@@ -385,9 +385,11 @@ def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
     is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
     if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
         raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
-    for each in value:
-        check_field(str(each["content"]), name, where)
-    return tuple({key: part for key, part in each.items() if part is not None or key == "content"} for each in value)
+    messages = [read_message(each, f"{where}: message {number} of {name}") for number, each in enumerate(value, 1)]
+    messages = [each if "content" in each else {**each, "content": None} for each in messages]
+    for message in messages:
+        check_field(str(message["content"]), name, where)
+    return tuple(messages)
 
 
 def _lacking(record: Mapping[str, Any], where: str, wanted: str) -> DataError:

@@ -28,6 +28,7 @@ __all__ = [
     "load_rows",
     "locate_row",
     "open_rows",
+    "read_message",
     "read_records",
     "write_rows",
 ]
@@ -200,23 +201,48 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
     _check_messages(value, name)
     if not is_chat(value):
         return _read_text(value, name, wanted="text, a number or a list of messages with roles", role="prompt"), None
-    messages = [{key: part for key, part in each.items() if part is not None} for each in value]
+    messages = [read_message(each, f": message {number} of field {show(name)}") for number, each in enumerate(value, 1)]
     for message in messages:
         check_characters(str(message.get("content", "")), name)
     written = None
     if has_answers_in_chats(name) and messages[-1]["role"] == "assistant":
-        written = _join_text(messages.pop().get("content"))
+        written = messages.pop().get("content")
     if not messages:
         raise DataError(f": field {show(name)} has no message before the response. Begin a chat with a user's message")
     return tuple(messages), written
 
 
-def _join_text(content: object) -> str | None:
-    """The text of a message, also where it is a list of parts that are all text; None for other content."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts = [each.get("text") for each in parts if isinstance(each, Mapping) and each.get("type") == "text"]
-    whole = [each for each in texts if isinstance(each, str)]
-    return "".join(whole) if whole and len(whole) == len(parts) else None
+def read_message(message: Mapping[str, Any], where: str) -> Message:
+    """Returns a message whose content is text: parts are joined, and a number is as it is written.
+
+    Args:
+        message: it may lack content where it has something else to say, such as a call of a tool.
+        where: of the message, for errors.
+
+    Raises:
+        DataError: for content that is no text, and for a user's message without any.
+    """
+    kept = {key: part for key, part in message.items() if part is not None}
+    content = kept.get("content")
+    if content is None:
+        if kept.keys() <= {"role"} and kept.get("role") != "assistant":
+            raise DataError(f"{where} has no content. Write its text, or remove the message")
+    elif isinstance(content, list | tuple):
+        kept["content"] = "".join(_read_part(part, where) for part in content)
+    elif not isinstance(content, str):
+        if isinstance(content, bool) or not isinstance(content, int | float):
+            raise DataError(f"{where} has a JSON {describe_json_kind(content)} as content, not text. Correct it")
+        kept["content"] = content.spelling if isinstance(content, SpelledNumber) else str(content)
+    return kept
+
+
+def _read_part(part: object, where: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if isinstance(text, str) and (not isinstance(part, Mapping) or part.get("type", "text") == "text"):
+        return text
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    named = f"a part of type {show(kind)}" if isinstance(kind, str) else f"a part that is {show(part)}"
+    raise DataError(f"{where} has {named}, and only text is read. Remove the part or the row")
 
 
 def _check_messages(value: object, name: str) -> None:

@@ -101,7 +101,7 @@ _ARRAY = "A JSON array of rows has objects only, with one comma between them"
 
 
 class JsonTable:
-    """A JSON array of objects, or an object whose key `data` holds one."""
+    """A JSON array of objects, or an object whose only key, `data`, holds one."""
 
     format = "JSON"
 
@@ -112,7 +112,7 @@ class JsonTable:
         if begin is None:
             raise DataError(
                 f"{shown}: is a JSON object, not a list of rows. Data in JSON is an array of objects, or an "
-                'object {"data": [...]} with one; JSONL has one object a line'
+                'object {"data": [...]} with one and no other key; JSONL has one object a line'
             )
         self._find_objects(content, begin.end())
 
