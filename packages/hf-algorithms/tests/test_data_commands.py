@@ -181,6 +181,25 @@ def test_a_model_with_fewer_logits_than_ids_is_refused(rows: str, tmp_path: Path
         run("check", rows, "--model", str(tmp_path / "model"))
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("config.json", {"dtype": "bfloat17"}, "has dtype='bfloat17' in its config.json, which no weights have"),
+        ("config.json", {"num_hidden_layers": 2.5}, "has num_hidden_layers=2.5 in its config.json; give a whole"),
+        ("generation_config.json", {"eos_token_id": "x"}, "generation_config.json has eos_token_id='x': give a token"),
+    ],
+)
+def test_a_models_damaged_configuration_is_named(
+    tmp_path: Path, rows: str, file: str, content: dict[str, Any], reason: str
+) -> None:
+    LlamaConfig(vocab_size=64).save_pretrained(tmp_path / "model")
+    build_character_tokenizer("0123456789+=", directory=tmp_path / "model")
+    path = tmp_path / "model" / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+    with pytest.raises(ModelError, match=re.escape(f"--model {tmp_path / 'model'}: {reason}")):
+        run("check", rows, "--model", str(tmp_path / "model"))
+
+
 def test_options_about_tokens_need_a_model(rows: str) -> None:
     for words in (("--max-new-tokens", "3"), ("--template-option", "a=1"), ("--too-long", "drop")):
         with pytest.raises(ConfigError, match=rf"^{words[0]}: without a model no tokens are counted"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from pathlib import Path
 
@@ -560,3 +561,12 @@ def test_sglang_takes_families_that_its_loaders_know(tmp_path, family, told):
     with pytest.raises(ModelError, match=told) as refused:
         check_sglang_runs(files, on_cpu=False)
     assert "'transformers'" in str(refused.value)
+
+
+def test_warnings_of_a_library_are_not_shown_at_its_border(caplog):
+    logger = logging.getLogger("a_library")
+    with errors_of("a_library", "x"):
+        logging.getLogger("a_library.loading").warning("some weights are new")
+    assert not caplog.records
+    logger.warning("later")
+    assert [record.message for record in caplog.records] == ["later"]

@@ -259,11 +259,12 @@ def _load_model(model: str) -> _GivenModel:
 
     label = f"--model {model}"
     adapter = read_adapter(model, label=label) if is_adapter(model) else None
-    tokenizer = load_tokenizer(model if adapter is None else str(adapter.tokenizer), label=label)
     path = find_model(model, label=label, needs_weights=False) if adapter is None else adapter.base
-    if not (Path(path) / "config.json").is_file():
+    has_config = (Path(path) / "config.json").is_file()
+    files = read_model_directory(path, label=label, needs_weights=False) if has_config else None
+    tokenizer = load_tokenizer(model if adapter is None else str(adapter.tokenizer), label=label)
+    if files is None:
         return _GivenModel(tokenizer)
-    files = read_model_directory(path, label=label, needs_weights=False)
     check_vocabulary(tokenizer, files, label=label)
     stated_by = "generation_config.json" if files.generation_config.get("eos_token_id") is not None else "config.json"
     end_ids = {stated_by: read_end_of_sequence_ids(files)}

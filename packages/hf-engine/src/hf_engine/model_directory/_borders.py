@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,8 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
     Parsers of transformers, tokenizers and safetensors raise `KeyError`, `AttributeError`, `TypeError` and bare
     `Exception` of damaged files, and extensions in Rust panic with an exception that is not an `Exception`.
 
+    Its warnings are not shown: what they are about was checked before, or is in the error.
+
     Args:
         library: that is called inside the block.
         what: cannot be done, named as the user wrote it: `"'path/to/model': its tokenizer cannot be loaded"`.
@@ -30,6 +33,9 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
     Raises:
         ModelError: of everything but errors of HybridFlow and what ends a program.
     """
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     except HybridFlowError:
@@ -39,6 +45,8 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
             raise
         remedy = f". {advice}" if advice else ""
         raise ModelError(f"{what}: {library} says {one_line(error).rstrip('.')}{remedy}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def one_line(error: BaseException) -> str:

@@ -21,8 +21,11 @@ def read_end_of_sequence_ids(model: ModelDirectory) -> frozenset[int]:
     Raises:
         ModelError: for ends that are not token ids.
     """
-    _, ids = end_tokens_of(model.generation_config, model.config, model.text_config)
-    return frozenset() if ids is None else check_end_of_sequence_ids(ids, model.vocab_size)
+    file, ids = end_tokens_of(model.generation_config, model.config, model.text_config)
+    try:
+        return frozenset() if ids is None else check_end_of_sequence_ids(ids, model.vocab_size)
+    except ModelError:
+        raise model.refusal(f"{file} has eos_token_id={show(ids)}: give a token id or a list of them") from None
 
 
 def end_tokens_of(generation: Mapping[str, Any], *configs: Mapping[str, Any]) -> tuple[str, Any]:
