@@ -220,7 +220,7 @@ def read_message(message: Mapping[str, Any], where: str) -> Message:
         where: of the message, for errors.
 
     Raises:
-        DataError: for content that is no text, and for a user's message without any.
+        DataError: for content that is not text, and for a user's message without any.
     """
     kept = {key: part for key, part in message.items() if part is not None}
     content = kept.get("content")
