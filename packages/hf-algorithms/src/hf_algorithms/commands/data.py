@@ -250,6 +250,7 @@ def _load_model(model: str) -> _GivenModel:
     from hf_algorithms.models.initial_model import check_vocabulary
     from hf_engine import derive_shape
     from hf_engine.model_directory import (
+        check_end_tokens,
         find_model,
         is_adapter,
         read_adapter,
@@ -266,6 +267,7 @@ def _load_model(model: str) -> _GivenModel:
     if files is None:
         return _GivenModel(tokenizer)
     check_vocabulary(tokenizer, files, label=label)
+    check_end_tokens(files)
     stated_by = "generation_config.json" if files.generation_config.get("eos_token_id") is not None else "config.json"
     end_ids = {stated_by: read_end_of_sequence_ids(files)}
     return _GivenModel(tokenizer, derive_shape(files).max_positions, end_ids, files.vocab_size)

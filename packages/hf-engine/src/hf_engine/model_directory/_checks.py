@@ -68,6 +68,8 @@ def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value",
     Raises:
         ModelError: naming what differs.
     """
+    if not isinstance(model.config.get("model_type"), str):
+        raise model.refusal("has no model_type in its config.json, which names its family. Copy the file whole")
     _refuse_quantised(model)
     if head == "lm":
         _refuse_classifier(model)
@@ -128,8 +130,8 @@ def check_end_tokens(model: ModelDirectory) -> None:
         return
     try:
         known = check_end_of_sequence_ids(ids, model.vocab_size)
-    except ModelError as error:
-        raise model.refusal(f"{file}: {error}") from None
+    except ModelError:
+        raise model.refusal(f"{file} has eos_token_id={show(ids)}: give a token id or a list of them") from None
     tokens = [ids] if isinstance(ids, int) else list(ids)
     if outside := [token for token in tokens if token not in known]:
         raise model.refusal(

@@ -230,7 +230,7 @@ def save_causal_lm(
         model.generation_config = generation
     if generation is not None:
         generation.to_json_file(directory / "generation_config.json", use_diff=True)
-        source.write_generation_config(directory)
+    source.write_generation_config(directory)
     path = directory / "config.json"
     written = describe_export(
         json.loads(path.read_text(encoding="utf-8")),

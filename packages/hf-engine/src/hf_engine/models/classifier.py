@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,10 +53,6 @@ def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
     check_model_directory(files, head="score")
     if not has_classifier(files):
         return None
-    # it reports a head that it draws at random, which `_set_head` replaces, and layers that no plan of its own shards
-    reports = logging.getLogger("transformers")
-    level = reports.level
-    reports.setLevel(logging.ERROR)
     with errors_of("transformers", f"{files.label}: cannot be loaded as a sequence classifier"):
         answer: Any = AutoModelForSequenceClassification.from_pretrained(
             files.path,
@@ -67,7 +62,6 @@ def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
             ignore_mismatched_sizes=True,
             trust_remote_code=False,
         )
-    reports.setLevel(level)
     loaded, report = answer
     _check_report(files, loaded, report)
     if not files.is_classifier:
