@@ -570,3 +570,13 @@ def test_warnings_of_a_library_are_not_shown_at_its_border(caplog):
     assert not caplog.records
     logger.warning("later")
     assert [record.message for record in caplog.records] == ["later"]
+
+
+def test_links_that_lead_to_nothing_are_named(tmp_path):
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    for target in (tmp_path / "a", tmp_path / "gone"):
+        link = tmp_path / "b"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target)
+        with pytest.raises(ModelError, match=f"is a link to '{target}', which leads to nothing. Name a directory"):
+            read_model_directory(link)

@@ -136,7 +136,7 @@ def check_end_tokens(model: ModelDirectory) -> None:
     if outside := [token for token in tokens if token not in known]:
         raise model.refusal(
             f"{file} has eos_token_id={show(ids)}: {outside[0]} is outside the vocabulary of {model.vocab_size} "
-            "tokens. Set it to the id of the token that ends a response"
+            "tokens. Set it to the id of the token that ends a response, or give a model whose embedding has its row"
         )
 
 

@@ -86,6 +86,8 @@ def _refuse_file(path: Path, name: str) -> None:
     if is_there:
         kind = " in the format of llama.cpp" if path.suffix == ".gguf" else ""
         raise ModelError(f"{name}: is a file{kind}, not a directory. Name a directory")
+    if path.is_symlink():
+        raise ModelError(f"{name}: is a link to {show(os.readlink(path))}, which leads to nothing. Name a directory")
 
 
 def _why_absent(text: str) -> str:
