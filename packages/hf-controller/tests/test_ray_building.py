@@ -46,6 +46,19 @@ class Unbuildable(Worker):
         return batch
 
 
+class Nice(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def read_niceness(self):
+        return os.nice(0)
+
+
+def test_ranks_are_as_important_as_the_program(ray_executor):
+    group = ray_executor.build_groups(ResourcePool([1], device="cpu"), {"nice": WorkerSpec(worker=Nice, topology=ONE)})
+    assert group["nice"].read_niceness().result() == [os.nice(0)]
+
+
 def test_a_raising_constructor_is_reported_and_frees_the_pool(ray_executor):
     for how, kind in (("raise", ConfigError), ("other", RemoteCallError)):
         spec = WorkerSpec(worker=Unbuildable, topology=ONE, kwargs={"how": how})

@@ -287,6 +287,8 @@ def _set_environment() -> None:
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ranks are what the machine is for; Ray has its workers yield to every other program, for minutes on a busy one.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Nobody reads all objects of a call that failed: the error of the call, or of its block, reports the failure once.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
