@@ -101,8 +101,9 @@ files of a run.
 
 Columns are found by their names in the first 100 rows, and the mapping is printed when a run starts.
 `data.prompt_field` and `data.answer_field` name others; `reward_model.ground_truth` leads into an object.
-Where a row has several such names, `prompt` and `messages` come before the other names of a prompt, and `completion` and `output` after
-the other names of an answer, or before them where the answers are learned. Two of one rank are an error that names both.
+Where a row has several such names, `prompt` and `messages` come before the other names of a prompt, and `completion`
+and `output` after the other names of an answer, or before them where the answers are learned. Two of one rank are an
+error that names both.
 
 - A prompt is a text, a number or a list of messages. The content of a message is a text or a list of parts that are
   all text, which are joined. A chat in `messages` that ends with an assistant's message is
