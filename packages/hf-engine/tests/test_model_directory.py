@@ -486,7 +486,7 @@ def test_vllm_takes_families_that_it_loads(tmp_path, family, told):
 
 
 @pytest.mark.parametrize(
-    ("family", "config", "ranks", "told"),
+    ("family", "config", "ranks", "message"),
     [
         ("gpt_oss", {}, 1, None),
         (
@@ -505,13 +505,13 @@ def test_vllm_takes_families_that_it_loads(tmp_path, family, told):
         ),
     ],
 )
-def test_experts_without_a_kernel_on_a_cpu_are_refused(tmp_path, family, config, ranks, told):
+def test_experts_without_a_kernel_on_a_cpu_are_refused(tmp_path, family, config, ranks, message):
     files = read_model_directory(write_engine_family(tmp_path, family, **config))
     check_vllm_runs(files, on_cpu=False, gen_tp_size=ranks)
-    if told is None:
+    if message is None:
         check_vllm_runs(files, on_cpu=True, gen_tp_size=ranks)
         return
-    with pytest.raises(ModelError, match=told) as refused:
+    with pytest.raises(ModelError, match=message) as refused:
         check_vllm_runs(files, on_cpu=True, gen_tp_size=ranks)
     assert "'transformers'" in str(refused.value)
 

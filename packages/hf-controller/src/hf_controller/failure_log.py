@@ -106,12 +106,12 @@ class FailureLog:
         return failure if found is None else found.find_failure() or failure
 
     def find_unsettled(self) -> list[Watched]:
-        """Watched calls, in their order, that are not over, or failed, and the program was not told why."""
+        """Returns the watched calls, in their order, that are not over, or whose failure was not reported."""
         self._collect()
         return _in_order([*self._failed.values(), *self._watched.values()])
 
     def find_failed(self) -> list[Watched]:
-        """Watched calls, in their order, of which a rank failed, and the program was not told why."""
+        """Returns the watched calls, in their order, that failed on a rank, and whose failure was not reported."""
         self._collect()
         return _in_order(self._failed.values())
 
