@@ -23,8 +23,10 @@ TESTS = "packages/hf-engine/tests/test_families.py"
 TEST = "test_family_equals_transformers"
 VLLM_TESTS = "packages/hf-engine/tests/test_vllm.py"
 VLLM_TEST = "test_a_family_that_the_engine_loads_follows_the_training"
-SGLANG_TESTS = "packages/hf-engine/tests/test_sglang_loaders.py"
-SGLANG_TEST = "test_an_update_ends_where_a_load_does"
+SGLANG_TESTS = "packages/hf-engine/tests/test_sglang_families.py"
+SGLANG_TEST = "test_a_family_that_the_engine_runs_follows_the_training"
+LOADER_TESTS = "packages/hf-engine/tests/test_sglang_loaders.py"
+LOADER_TEST = "test_an_update_ends_where_a_load_does"
 BEGIN, END = "<!-- families -->\n\n", "\n\n<!-- end of families -->"
 FURTHER_BEGIN, FURTHER_END = "<!-- further families -->\n\n", "\n\n<!-- end of further families -->"
 FURTHER_HEAD = "| `model_type` | class in transformers | fsdp, transformers |\n" + "|---" * 3 + "|"
@@ -46,8 +48,11 @@ def main() -> int:
         followed = run_tests(
             Path(folder), python["vllm"], VLLM_TESTS, VLLM_TEST, "-m", "vllm", *given, passed="follows"
         )
+        loader = (python["sglang"], LOADER_TESTS, LOADER_TEST)
         engine = (python["sglang"], SGLANG_TESTS, SGLANG_TEST)
-        loaded = run_tests(Path(folder), *engine, "-m", "sglang", *given, passed="loads")
+        loaded = run_tests(Path(folder), *loader, "-m", "sglang", *given, passed="loads")
+        generated = run_tests(Path(folder), *engine, "-m", "sglang", *given, passed="follows")
+        loaded |= {family: found for family, found in generated.items() if loaded.get(family) != "differs"}
         table = build_table(results, followed, loaded, Path(folder))
         further = build_further(results, Path(folder))
     put_table(table, BEGIN, END)

@@ -346,7 +346,7 @@ def test_backend_that_cannot_run_the_model_is_named(model, tmp_path, monkeypatch
 
     class Picky:
         @classmethod
-        def check_model(cls, files: ModelDirectory, *, on_cpu: bool) -> None:
+        def check_model(cls, files: ModelDirectory, *, on_cpu: bool, options=None) -> None:
             raise BackendError(f"{files.label}: head_dim={files.require_shape().head_dim}, {on_cpu}")
 
     monkeypatch.setitem(initial_model._LOADERS, "rollout.backend", {"picky": Picky, "easy": object}.__getitem__)

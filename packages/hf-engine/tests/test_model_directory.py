@@ -432,6 +432,16 @@ def test_border_lets_pass_what_is_not_the_librarys(error):
         (check_vllm_runs, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, True, None),
         (check_sglang_runs, {"family": "mixtral"}, True, "a mixture of experts: SGLang's experts are wrong on a CPU"),
         (check_sglang_runs, {"family": "mixtral"}, False, None),
+        (check_sglang_runs, {"family": "mistral", "sliding_window": 8}, False, "sliding_window=8, which SGLang leaves"),
+        (
+            check_sglang_runs,
+            {"family": "mistral", "sliding_window": 8},
+            True,
+            "at most 8 positions (rollout.options.max_positions",
+        ),
+        (check_sglang_runs, {"family": "mistral", "sliding_window": None}, True, None),
+        (check_sglang_runs, {"family": "mistral", "max_position_embeddings": 4097}, True, "has sliding_window=4096"),
+        (check_sglang_runs, {"family": "qwen2", "sliding_window": 8, "use_sliding_window": False}, True, None),
     ],
 )
 def test_engines_say_from_files_what_they_do_not_run(tmp_path, rule, config, on_cpu, told):
@@ -551,6 +561,9 @@ def test_latent_attention_in_vllm_is_refused_where_it_is_wrong(tmp_path, config,
         ("olmoe", None),
         ("llama4_text", "of model_type='llama4_text', whose weights SGLang's loader was not seen to take"),
         ("bloom", "is a BloomForCausalLM, which SGLang does not run"),
+        ("phi", "has a bias in its output layer, which SGLang leaves out"),
+        ("gemma2", None),
+        ("exaone4", None),
     ],
 )
 def test_sglang_takes_families_that_its_loaders_know(tmp_path, family, told):
@@ -561,6 +574,30 @@ def test_sglang_takes_families_that_its_loaders_know(tmp_path, family, told):
     with pytest.raises(ModelError, match=told) as refused:
         check_sglang_runs(files, on_cpu=False)
     assert "'transformers'" in str(refused.value)
+
+
+def test_sglang_takes_a_window_that_its_positions_do_not_exceed(tmp_path):
+    files = read_model_directory(write_tiny_model(tmp_path, family="mistral", sliding_window=8))
+    check_sglang_runs(files, on_cpu=True, max_positions=8)
+    with pytest.raises(ModelError, match="has sliding_window=8, which SGLang leaves out"):
+        check_sglang_runs(files, on_cpu=True, max_positions=9)
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [
+        ("gemma2", "has attn_logit_softcapping in its configuration, which SGLang has on devices only"),
+        ("exaone4", "is a Exaone4ForCausalLM, which SGLang runs on devices only"),
+        ("olmo3", None),
+    ],
+)
+def test_sglang_refuses_on_a_cpu_what_has_no_kernel_there(tmp_path, family, told):
+    files = read_model_directory(write_tiny_family(tmp_path, family))
+    if told is None:
+        assert check_sglang_runs(files, on_cpu=True).is_generic
+        return
+    with pytest.raises(ModelError, match=told):
+        check_sglang_runs(files, on_cpu=True)
 
 
 def test_warnings_of_a_library_are_not_shown_at_its_border(caplog):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.model_directory import read_model_directory
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._shared_engine import CACHE_BYTES, ENGINES, build, shared
@@ -189,6 +190,17 @@ def test_a_family_that_the_engine_loads_follows_the_training(alone, tmp_path):
     sizes = {"hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 96, "max_position_embeddings": 64}
     model, other = (write_tiny_family(tmp_path / f"seed {seed}", "granite", seed=seed, **sizes) for seed in (0, 3))
     alone.run(train_and_generate, "fsdp", ONE, other, model, tmp_path, deadline_s=600)
+
+
+def test_a_window_that_is_left_out_bounds_the_positions(alone, tmp_path):
+    model = write_tiny_model(tmp_path / "model", family="mistral", sliding_window=12)
+    files, check = read_model_directory(model), load_rollout_backend("sglang").check_model
+    check(files, on_cpu=True, options={"max_positions": 12})
+    for options in (None, {"max_positions": 13}):
+        with pytest.raises(BackendError, match="has sliding_window=12, which SGLang leaves out"):
+            check(files, on_cpu=True, options=options)
+    with pytest.raises(RuntimeError, match="has sliding_window=12, which SGLang leaves out"):
+        alone.run(build, model, ONE, deadline_s=100)
 
 
 def test_no_engine_is_asked_twice_to_free_its_cache(alone, models):

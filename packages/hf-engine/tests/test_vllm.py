@@ -24,7 +24,7 @@ from hf_engine.rollout.engine_rules import check_vllm_runs
 from hf_engine.testing import TINY_FAMILIES, LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_engine.testing._families import write_engine_family
-from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
+from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, follow_the_training, train_step
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
@@ -291,7 +291,7 @@ def test_a_family_that_the_engine_loads_follows_the_training(alone, two, tmp_pat
     if refusal is not None:
         pytest.skip(refusal)
     ranks = two if FAMILIES.get(family) == 2 else alone
-    ranks.run(follow_the_training, model, tmp_path / "export", deadline_s=300)
+    ranks.run(train_and_follow, model, tmp_path / "export", deadline_s=300)
 
 
 def update_kept_experts(model):
@@ -318,22 +318,10 @@ def test_an_update_that_vllm_passes_over_is_an_error(alone, tmp_path):
 @pytest.mark.parametrize("ranks", ["alone", "two"])
 def test_merged_adapters_reach_the_engine(request, models, tmp_path, ranks):
     given = (models["untied"], tmp_path / "export", LoraConfig(rank=4))
-    request.getfixturevalue(ranks).run(follow_the_training, *given, deadline_s=300)
+    request.getfixturevalue(ranks).run(train_and_follow, *given, deadline_s=300)
 
 
-def follow_the_training(model, directory, lora=None):
-    """Two steps, each followed by a transition: greedy samples are those of the exported weights."""
+def train_and_follow(model, directory, lora=None):
     size = dist.get_world_size()
     topology = Topology(ParallelSpec(dp_size=size), GenerationSpec(gen_tp_size=size))
-    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0, lora=lora)
-    train, rollout = load_train_backend("fsdp").build(model, topology=topology, config=config), build(model, topology)
-    engine = HybridEngine(train, rollout, topology)
-    prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
-    for _ in range(2):
-        train_step(train, topology, vocab_size=VOCAB_SIZE)
-        with engine.generation():
-            responses = engine.generate(prompts, GREEDY)
-    train.export_hf(directory)
-    # Gemma 2's caps and scales round otherwise in vLLM's kernels than in torch's.
-    check_greedy_samples(train, reference_of(directory), prompts, responses, tolerance=5e-4)
-    engine.close()
+    follow_the_training(build(model, topology), model, directory, topology, vocab_size=VOCAB_SIZE, lora=lora)

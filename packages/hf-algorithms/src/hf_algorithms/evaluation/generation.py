@@ -212,7 +212,7 @@ def _read_policy(
     engine = load_rollout_backend(backend)
     if issubclass(engine, SupportsModelCheck):
         try:
-            engine.check_model(files, on_cpu=not torch.cuda.is_available())
+            engine.check_model(files, on_cpu=not torch.cuda.is_available(), options=options)
         except BackendError as error:
             raise ConfigError(f"backend = {show(backend)}: {error}") from error
     tokenizer = load_tokenizer(str(path if adapter is None else adapter.tokenizer), label=source.label)

@@ -85,6 +85,7 @@ def build_initial_model(
     directory: Path,
     seed: int,
     backends: Mapping[str, str] | None = None,
+    rollout_options: Mapping[str, Any] | None = None,
     on_cpu: bool = True,
     head: Head = "lm",
 ) -> InitialModel:
@@ -99,6 +100,7 @@ def build_initial_model(
         directory: for what is made.
         seed: of fresh weights.
         backends: names by key: `rollout.backend`; others, such as `training.backend`, name training backends.
+        rollout_options: of the rollout backend, which may bound the tokens of a sequence.
         on_cpu: whether ranks run on host processors.
         head: that the model is given: `"score"` also takes sequence classifiers and critics.
 
@@ -107,14 +109,21 @@ def build_initial_model(
     """
     files: ModelDirectory | None = None
     if config.path is not None:
-        files = _read_given(config.path, backends or {}, label=_label("path", config.path), on_cpu=on_cpu, head=head)
+        files = _read_given(
+            config.path,
+            backends or {},
+            rollout_options,
+            label=_label("path", config.path),
+            on_cpu=on_cpu,
+            head=head,
+        )
     tokenizer_path = _build_tokenizer(config, rows, directory)
     key, given = ("tokenizer", config.tokenizer) if config.tokenizer else ("path", config.path)
     tokenizer = load_tokenizer(tokenizer_path, label=_label(key, given), needs_end=head != "score")
     if files is None:
         _write_fresh_model(config, tokenizer, directory, seed)
         files = read_model_directory(directory, label="the fresh model")
-        _check_backends(files, backends or {}, on_cpu=on_cpu, head=head)
+        _check_backends(files, backends or {}, rollout_options, on_cpu=on_cpu, head=head)
     elif config.tokenizer in _MADE:
         _check_made(config, tokenizer, files)
     shape = derive_shape(files)
@@ -140,6 +149,7 @@ def read_role_model(
     *,
     label: str,
     backends: Mapping[str, str],
+    rollout_options: Mapping[str, Any] | None = None,
     on_cpu: bool,
     head: Head = "lm",
     template: str | None = None,
@@ -151,6 +161,7 @@ def read_role_model(
         main: the model of `[model]`.
         label: beginning of messages: the key and the value that the user wrote.
         backends: names by key, as for `build_initial_model`.
+        rollout_options: of the rollout backend.
         on_cpu: whether ranks run on host processors.
         head: of the role's model. One that scores may have another tokenizer, and must have a head.
         template: of the run's chats; by default that of the tokenizer of `main`.
@@ -158,7 +169,7 @@ def read_role_model(
     Raises:
         ConfigError: for a model that cannot be used, or whose embedding has too few rows for the tokenizer.
     """
-    files = _read_given(path, backends, label=label, on_cpu=on_cpu, head=head)
+    files = _read_given(path, backends, rollout_options, label=label, on_cpu=on_cpu, head=head)
     found = _find(path)
     model = replace(
         main,
@@ -204,7 +215,13 @@ def _find_own_tokenizer(
 
 
 def _read_given(
-    path: str, backends: Mapping[str, str], *, label: str, on_cpu: bool, head: Head = "lm"
+    path: str,
+    backends: Mapping[str, str],
+    options: Mapping[str, Any] | None,
+    *,
+    label: str,
+    on_cpu: bool,
+    head: Head = "lm",
 ) -> ModelDirectory:
     """A hub's model by what is there of it without fetching its weights; ranks check them when they load them."""
     files = read_model_directory(path, label=label, needs_weights=not is_hub_name(path))
@@ -212,7 +229,8 @@ def _read_given(
     check_end_tokens(files)
     if ModelShape.knows(files.config):
         files.require_shape()
-    _check_backends(files, backends, on_cpu=on_cpu, head=head)  # before the tokenizer, which reads config.json as well
+    # Before the tokenizer, which reads config.json as well.
+    _check_backends(files, backends, options, on_cpu=on_cpu, head=head)
     return files
 
 
@@ -244,7 +262,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, files: ModelDirectory, 
         )
 
 
-def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cpu: bool, head: Head) -> None:
+def _check_backends(
+    files: ModelDirectory, backends: Mapping[str, str], options: Mapping[str, Any] | None, *, on_cpu: bool, head: Head
+) -> None:
     for key, name in backends.items():
         try:
             backend = _LOADERS.get(key, load_train_backend)(name)
@@ -254,7 +274,7 @@ def _check_backends(files: ModelDirectory, backends: Mapping[str, str], *, on_cp
             raise ConfigError(f"{key} = {show(name)}: it has no sequence classifiers. Set it to 'fsdp'")
         if issubclass(backend, SupportsModelCheck):
             try:
-                backend.check_model(files, on_cpu=on_cpu)
+                backend.check_model(files, on_cpu=on_cpu, options=options if key in _LOADERS else None)
             except BackendError as error:
                 raise ConfigError(f"{key} = {show(name)}: {error}") from error
 

@@ -85,5 +85,12 @@ def _read(config: Config, name: str, path: str, model: InitialModel, label: str)
     head: Head = getattr(worker, "head", "lm")
     template = None if config.data.chat_template is None else read_template(config.data.chat_template)
     return read_role_model(
-        path, model, label=label, backends=backends, on_cpu=config.cluster.gpu == "cpu", head=head, template=template
+        path,
+        model,
+        label=label,
+        backends=backends,
+        rollout_options=config.rollout.options,
+        on_cpu=config.cluster.gpu == "cpu",
+        head=head,
+        template=template,
     )

@@ -133,6 +133,7 @@ def load_model(config: Config, rows: PromptRows, directory: Path) -> InitialMode
         directory=directory,
         seed=config.run.seed,
         backends={**list_main_backends(config), "rollout.backend": config.rollout.backend},
+        rollout_options=config.rollout.options,
         on_cpu=config.cluster.gpu == "cpu",
     )
 

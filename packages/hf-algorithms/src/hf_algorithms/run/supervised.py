@@ -202,6 +202,7 @@ def load_supervised(config: Config, folder: Path) -> SupervisedInputs:
         directory=folder,
         seed=config.run.seed,
         backends={**list_main_backends(config), **list_generation_backends(config)},
+        rollout_options=config.rollout.options,
         on_cpu=config.cluster.gpu == "cpu",
         head=getattr(trained.load_worker(), "head", "lm"),
     )

@@ -221,12 +221,13 @@ class SupportsModelCheck(Protocol):
     """
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses a model by its files, by the rules of `build`, without loading weights or starting an engine.
 
         Args:
             model: as it was read.
             on_cpu: whether ranks run on host processors.
+            options: further arguments of `build`; None: its defaults.
 
         Raises:
             BackendError: naming what the backend does not run, and what to choose.

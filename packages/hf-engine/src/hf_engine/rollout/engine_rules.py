@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_engine.model_directory import ModelDirectory, is_buffer
+from hf_engine.model_directory import ModelDirectory, errors_of, is_buffer
 from hf_engine.models.shapes import derive_layout
 from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.errors import ModelError
@@ -15,6 +15,7 @@ __all__ = [
     "SGLANG_EXPERTS",
     "check_sglang_runs",
     "check_vllm_runs",
+    "find_sglang_fault",
     "has_experts",
     "require_known_layout",
 ]
@@ -26,6 +27,12 @@ SGLANG_EXPERTS = (
 """Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
 _NOT_IN_SGLANG = ("bloom", "falcon")
 """Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
+_WINDOWS_IN_SGLANG = ("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
+"""Families whose sliding windows SGLang 0.5.23 computes; of others it leaves them out."""
+_DEVICES_IN_SGLANG = ("exaone4",)
+"""Families for which SGLang 0.5.23 wants an attention that runs on devices only."""
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys of bounds on logits, for which SGLang 0.5.23 has kernels on devices only."""
 
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Of vLLM 0.32's attention on a CPU; `build` asks the installed version."""
@@ -167,16 +174,66 @@ def _rope_of(model: ModelDirectory) -> tuple[Any, Mapping[str, Any]]:
     return rope.get("rope_type", rope.get("type")), rope
 
 
-def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool) -> ModelShape:
-    """The model's shape, if SGLang runs it.
+def find_sglang_fault(model: ModelDirectory, shape: ModelShape, *, on_cpu: bool, positions: int) -> str | None:
+    """Says what of a model SGLang leaves out or does not run, and what to choose; None where nothing is known.
+
+    Args:
+        model: as it was read.
+        shape: its sizes.
+        on_cpu: whether the engine runs on host processors.
+        positions: of the engine, prompt and response together.
+    """
+    family = model.config.get("model_type")
+    name = model.architecture or family
+    if family in _NOT_IN_SGLANG:
+        return f"is a {name}, which SGLang does not run. {_OTHER}"
+    if "lm_head.bias" in shape.parameters():
+        return f"has a bias in its output layer, which SGLang leaves out. {_OTHER}"
+    config = _build_config(model)
+    window = None if family in _WINDOWS_IN_SGLANG else _find_window(config)
+    if window is not None and window < positions:  # up to as many tokens all is the same with the window and without
+        return (
+            f"has sliding_window={window}, which SGLang leaves out: sequences of more tokens would be wrong without an "
+            f"error. Let it have at most {window} positions (rollout.options.max_positions, or the server's "
+            "--context-length), or choose rollout backend 'transformers'"
+        )
+    if on_cpu and family in _DEVICES_IN_SGLANG:
+        return f"is a {name}, which SGLang runs on devices only. {_OTHER}"
+    if on_cpu and (caps := [key for key in _CAPS if getattr(config, key, None)]):
+        return f"has {caps[0]} in its configuration, which SGLang has on devices only. {_OTHER}"
+    return None
+
+
+def _find_window(config: Any) -> int | None:
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if "sliding_attention" not in layers or not getattr(config, "use_sliding_window", True):
+        return None
+    return getattr(config, "sliding_window", None) or None
+
+
+def _build_config(model: ModelDirectory) -> Any:
+    """Reads `config.json` as transformers does, with its defaults."""
+    from transformers import AutoConfig
+
+    with errors_of("transformers", f"{model.label}: its config.json cannot be used"):
+        return AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
+
+
+def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool, max_positions: int | None = None) -> ModelShape:
+    """The model's shape, if SGLang computes it as transformers does.
+
+    Args:
+        model: as it was read.
+        on_cpu: whether ranks run on host processors.
+        max_positions: of the engine, prompt and response together; None: the model's.
 
     Raises:
-        BackendError: for a family that SGLang does not run or whose files do not have its parameters, and for experts
-            on a CPU or of a family that was not tried.
+        BackendError: for a family that SGLang does not run or whose files do not have its parameters, for what SGLang
+            leaves out, and for experts on a CPU or of a family that was not tried.
     """
     shape, family = require_known_layout(model), model.config.get("model_type")
-    if family in _NOT_IN_SGLANG:
-        raise model.refusal(f"is a {model.architecture or family}, which SGLang does not run. {_OTHER}")
+    if fault := find_sglang_fault(model, shape, on_cpu=on_cpu, positions=max_positions or shape.max_positions):
+        raise model.refusal(fault)
     if not has_experts(shape):
         return shape
     if on_cpu:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_train_backend
 from hf_engine.resharding.boxes import Box
-from hf_engine.testing._cases import build_batch, greedy_response, rows_of, select_rows
+from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
 from hf_protocols import THREE_D, Topology
 
 if TYPE_CHECKING:
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 
     from hf_engine.resharding.plan import ReshardPlan
 
-__all__ = ["check_greedy_samples", "count_lacking_bytes", "train_step"]
+__all__ = ["check_greedy_samples", "count_lacking_bytes", "follow_the_training", "train_step"]
 
 
 def train_step(train: Any, topology: Topology, *, vocab_size: int) -> None:
@@ -28,6 +30,47 @@ def train_step(train: Any, topology: Topology, *, vocab_size: int) -> None:
         return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
 
     train.train_step(select_rows(batch, rows), loss, 18.0)
+
+
+def follow_the_training(
+    rollout: Any,
+    model: Path,
+    directory: Path,
+    topology: Topology,
+    *,
+    vocab_size: int,
+    lora: LoraConfig | None = None,
+    tolerance: float = 5e-4,
+) -> None:
+    """Two steps, each followed by a transition: greedy samples are those of the exported weights.
+
+    Args:
+        rollout: the engine, built with the model; it is closed.
+        model: what is trained.
+        directory: of the export.
+        topology: of both.
+        vocab_size: token ids of the test prompts stay below it.
+        lora: adapters to train in place of the weights.
+        tolerance: largest difference of log-probs; caps and scales round otherwise in an engine's kernels than in
+            torch's.
+
+    Raises:
+        AssertionError: for other tokens, or log-probs that the training backend does not find.
+    """
+    from transformers import AutoModelForCausalLM
+
+    config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0, lora=lora)
+    train = load_train_backend("fsdp").build(model, topology=topology, config=config)
+    engine = HybridEngine(train, rollout, topology)
+    prompts = build_prompts(4, vocab_size=vocab_size)
+    for _ in range(2):
+        train_step(train, topology, vocab_size=vocab_size)
+        with engine.generation():
+            responses = engine.generate(prompts, SamplingParams(max_new_tokens=6, greedy=True))
+    train.export_hf(directory)
+    exported: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    check_greedy_samples(train, exported, prompts, responses, tolerance=tolerance)
+    engine.close()
 
 
 def check_greedy_samples(

@@ -190,9 +190,9 @@ class ServerBackend:
             choose_directory(options.get("weights_directory"), connection)
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses families without a known layout; see `SupportsModelCheck`."""
-        del on_cpu
+        del on_cpu, options
         require_known_layout(model)
 
     @property

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Protocol
 
 from hf_engine.backends.base import SamplingParams
+from hf_engine.model_directory import ModelDirectory
 from hf_protocols.errors import BackendError
+from hf_protocols.models import ModelShape
 
 __all__ = ["Dialect", "Sample", "ServerFacts", "require_version"]
 
@@ -74,6 +76,10 @@ class Dialect(Protocol):
 
     def knows(self, token_id: int) -> bool:
         """Returns True if the token is in the server's vocabulary."""
+        ...
+
+    def find_model_fault(self, model: ModelDirectory, shape: ModelShape) -> str | None:
+        """Says what of a model the server's engine leaves out or does not run; None where nothing is known."""
         ...
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:

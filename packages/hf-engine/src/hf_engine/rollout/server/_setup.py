@@ -118,6 +118,8 @@ def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> No
             f"{server.facts.name} runs on a CPU and {str(directory)!r} has tie_word_embeddings: there vLLM's output "
             "layer would keep the old weights without a word; use a model without, or another server"
         )
+    if fault := server.find_model_fault(model, shape):
+        raise model.refusal(fault)
     right, family = server.facts.experts, model.config.get("model_type")
     if right is not None and family not in right and has_experts(shape):
         raise BackendError(

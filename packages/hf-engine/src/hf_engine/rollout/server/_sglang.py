@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine.backends.base import SamplingParams
-from hf_engine.rollout.engine_rules import SGLANG_EXPERTS
+from hf_engine.model_directory import ModelDirectory
+from hf_engine.rollout.engine_rules import SGLANG_EXPERTS, find_sglang_fault
 from hf_engine.rollout.server._connection import LostServerError, ServerConnection
 from hf_engine.rollout.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.models import ModelShape
 from hf_protocols.validation import show
 
 __all__ = ["SglangServer"]
@@ -40,6 +42,7 @@ class SglangServer:
         name = f"the SGLang server at {connection.url}"
         require_version(name, info["version"], *_VERSIONS)
         model = connection.get("/model_info")
+        self._on_cpu = info.get("device") == "cpu"
         chosen = "float16" if dtype == "float32" else dtype
         (card, *_) = connection.get("/v1/models")["data"]
         self.facts = ServerFacts(
@@ -52,7 +55,7 @@ class SglangServer:
             has_seeds=info["enable_deterministic_inference"],
             seeds_knob="--enable-deterministic-inference",
             keeps_tied=False,
-            experts=() if info.get("device") == "cpu" else SGLANG_EXPERTS,
+            experts=() if self._on_cpu else SGLANG_EXPERTS,
             can_release=info["enable_memory_saver"],
             stamp=model["weight_version"],
         )
@@ -61,6 +64,11 @@ class SglangServer:
         """Returns True if the token is in the vocabulary: SGLang refuses to report on others."""
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
         return self._connection.try_post("/generate", body | {"token_ids_logprob": [token_id]})
+
+    def find_model_fault(self, model: ModelDirectory, shape: ModelShape) -> str | None:
+        """See `Dialect`."""
+        positions = min(shape.max_positions, self.facts.max_positions)
+        return find_sglang_fault(model, shape, on_cpu=self._on_cpu, positions=positions)
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
         """See `Dialect`: SGLang restricts what it reports to the tokens that a minimum length allows."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_engine.backends.base import SamplingParams
+from hf_engine.model_directory import ModelDirectory
 from hf_engine.rollout.server._connection import LostServerError, ServerConnection
 from hf_engine.rollout.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.errors import BackendError, ReshardError
+from hf_protocols.models import ModelShape
 from hf_protocols.validation import show
 
 __all__ = ["VllmServer"]
@@ -68,6 +70,11 @@ class VllmServer:
     def knows(self, token_id: int) -> bool:
         """Returns True if the token is in the vocabulary: vLLM refuses to draw others."""
         return self._connection.try_post(_GENERATE, _only(token_id))
+
+    def find_model_fault(self, model: ModelDirectory, shape: ModelShape) -> str | None:
+        """See `Dialect`."""
+        del model, shape
+        return None
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
         """See `Dialect`: vLLM reports log-probs from before the temperature, or from after everything."""

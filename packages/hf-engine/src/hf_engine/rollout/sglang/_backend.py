@@ -138,7 +138,7 @@ class SglangBackend:
             cls.check_options({**sizes, "start_timeout_s": start_timeout_s, "timeout_s": timeout_s})
             cache_bytes = choose_cache_bytes(cache_bytes, cache_fraction)
             topology = require_topology(topology)
-            found_model = EngineModel(model)
+            found_model = EngineModel(model, max_positions)
             layout = generation_layout(found_model.shape, topology, dtype=dtype)
             layout, adapted = plan_engine_adapters(cls, found_model.directory, layout, lora)
             positions = choose_positions(max_positions, found_model.shape.max_positions)
@@ -184,9 +184,9 @@ class SglangBackend:
         check_more(options.get("engine_options", {}))
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
-        """Refuses families without a known layout, and experts on a CPU; see `SupportsModelCheck`."""
-        check_sglang_runs(model, on_cpu=on_cpu)
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
+        """Refuses families that SGLang does not run, and what it leaves out; see `SupportsModelCheck`."""
+        check_sglang_runs(model, on_cpu=on_cpu, max_positions=(options or {}).get("max_positions"))
 
     @classmethod
     def find_adapter_refusal(

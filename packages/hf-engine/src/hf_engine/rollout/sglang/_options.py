@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,12 @@ from typing import Any
 import torch
 
 from hf_engine.backends.base import SamplingParams
-from hf_engine.model_directory import check_model_directory, read_end_of_sequence_ids, read_model_directory
+from hf_engine.model_directory import (
+    ModelDirectory,
+    check_model_directory,
+    read_end_of_sequence_ids,
+    read_model_directory,
+)
 from hf_engine.rollout.engine_rules import check_sglang_runs
 from hf_engine.rollout.sglang._plugins import LOADER, SAMPLER
 from hf_protocols.errors import BackendError
@@ -39,6 +45,7 @@ _BY_ARGUMENTS = (
     "max_running_requests",
 )
 """Options of SGLang that the backend's other arguments set."""
+_OVERRIDES = "json_model_override_args"
 _DEFAULTS: dict[str, Any] = {
     "skip_server_warmup": True,
     "grammar_backend": "none",
@@ -54,17 +61,19 @@ class EngineModel:
 
     Args:
         model: directory or hub name.
+        max_positions: prompt and response together; None: the model's.
 
     Raises:
-        BackendError: if there is none, its parameters are not known here, its ends of a response are none, or it has
-            experts and there is no device.
+        BackendError: if there is none, its parameters are not known here, its ends of a response are none, or SGLang
+            does not compute it as transformers does.
     """
 
-    def __init__(self, model: str | Path) -> None:
+    def __init__(self, model: str | Path, max_positions: int | None = None) -> None:
         self.name = str(model)
         files = read_model_directory(model)
         self.directory = files.path
-        self.shape = check_sglang_runs(files, on_cpu=not torch.cuda.is_available())
+        self.shape = check_sglang_runs(files, on_cpu=not torch.cuda.is_available(), max_positions=max_positions)
+        self.overrides = config_overrides(files)
         self.stop_token_ids = read_end_of_sequence_ids(files)
         check_model_directory(files)
 
@@ -73,6 +82,24 @@ class EngineModel:
         heads = -(-self.shape.num_kv_heads // tp_size)
         itemsize: int = getattr(torch, dtype).itemsize
         return 2 * self.shape.num_layers * heads * self.shape.head_dim * itemsize
+
+
+def config_overrides(model: ModelDirectory) -> dict[str, Any]:
+    """Keys of the config that SGLang must see otherwise, to compute what transformers computes.
+
+    SGLang 0.5.23 lets a token of Cohere 2 attend to `sliding_window` tokens before it; transformers counts the token,
+    too. Its own configuration of OLMo 3 has the base of positions at the top alone, where transformers 5 does not write
+    it.
+    """
+    family, window = model.config.get("model_type"), model.config.get("sliding_window")
+    if family == "cohere2" and window:
+        return {"sliding_window": window - 1}
+    rope = model.config.get("rope_parameters")
+    if family != "olmo3" or not isinstance(rope, Mapping):
+        return {}
+    full = rope.get("full_attention", rope)
+    stretched = None if full.get("rope_type", "default") == "default" else dict(full)
+    return {"rope_theta": full["rope_theta"], "rope_scaling": stretched}
 
 
 def check_more(more: object) -> None:
@@ -130,4 +157,10 @@ def build_options(
         )
     values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + RESERVED, tokens, max_rows)
     fixed = dict(zip(_BY_ARGUMENTS, values, strict=True)) | _OURS
+    if model.overrides:
+        if _OVERRIDES in more:
+            raise BackendError(
+                f"engine_options has {_OVERRIDES}, which is {model.overrides} for {show(model.name)}: leave it out"
+            )
+        fixed[_OVERRIDES] = json.dumps(model.overrides)
     return {**_DEFAULTS, **(_GPU if torch.cuda.is_available() else _CPU), **more, **fixed}

@@ -129,9 +129,9 @@ class TransformersBackend:
         check_sizes(options)
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses a configuration that transformers cannot build, or other layers than attention's."""
-        del on_cpu
+        del on_cpu, options
         _check_layers(build_without_memory(model))
 
     @classmethod

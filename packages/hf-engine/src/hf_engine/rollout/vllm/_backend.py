@@ -145,8 +145,9 @@ class VllmBackend:
         check_sizes(options)
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses families, experts and head sizes that do not run; see `SupportsModelCheck`."""
+        del options
         check_vllm_runs(model, on_cpu=on_cpu)
 
     @property

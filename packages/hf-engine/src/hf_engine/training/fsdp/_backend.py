@@ -125,9 +125,9 @@ class FsdpBackend(TrainSteps):
         return kind(loaded, topology=topology, config=config, head=head, trainable=trainable, seed=seed)
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses a configuration that transformers cannot build; see `SupportsModelCheck`."""
-        del on_cpu
+        del on_cpu, options
         build_by_architecture(model)
 
     @classmethod

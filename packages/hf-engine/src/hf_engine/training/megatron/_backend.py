@@ -111,9 +111,9 @@ class MegatronBackend(TrainSteps):
         return backend
 
     @classmethod
-    def check_model(cls, model: ModelDirectory, *, on_cpu: bool) -> None:
+    def check_model(cls, model: ModelDirectory, *, on_cpu: bool, options: Mapping[str, Any] | None = None) -> None:
         """Refuses what megatron-core's layers do not express exactly; see `SupportsModelCheck`."""
-        del on_cpu
+        del on_cpu, options
         MegatronModelConfig.of(model)
 
     @classmethod

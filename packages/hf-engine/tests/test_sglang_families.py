@@ -1,0 +1,44 @@
+"""Families of models in real SGLang engines, one for each, in the environment of `make test-sglang`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hf_engine.model_directory import read_model_directory
+from hf_engine.rollout.engine_rules import check_sglang_runs
+from hf_engine.testing import TINY_FAMILIES, LocalRanks
+from hf_engine.testing._families import write_engine_family
+from hf_engine.testing._shared_engine import build
+from hf_engine.testing._training import follow_the_training
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
+
+pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LocalRanks]:
+    with LocalRanks(1, timeout_s=300) as ranks:
+        yield ranks
+
+
+WINDOWS = {"mistral": {"sliding_window": 64}}
+"""A window of all positions, where SGLang leaves a shorter one out."""
+ROUNDED = {"apertus": 5e-3}
+"""SGLang has two numbers of each layer of Apertus in bfloat16."""
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_a_family_that_the_engine_runs_follows_the_training(alone, tmp_path, family):
+    model = write_engine_family(tmp_path / "model", family, **WINDOWS.get(family, {}))
+    try:
+        check_sglang_runs(read_model_directory(model), on_cpu=True)
+    except BackendError as error:
+        pytest.skip(str(error))
+    alone.run(train_and_follow, model, tmp_path / "export", ROUNDED.get(family, 5e-4), deadline_s=600)
+
+
+def train_and_follow(model, directory, tolerance):
+    topology = Topology(ParallelSpec(), GenerationSpec())
+    follow_the_training(build(model, topology), model, directory, topology, vocab_size=64, tolerance=tolerance)
