@@ -98,6 +98,16 @@ def test_calls_are_recorded_with_the_sources_of_their_columns(executor):
     assert (score.num_rows, score.spec.kind, batch.num_rows) == (2, "function", 6)
 
 
+def test_results_are_recorded_in_order_with_their_rows(executor):
+    model = executor.build_group("model", Model)
+    prompts = executor.put_columns(["prompt"], 3)
+    batch = model.generate(prompts, Sampling())
+    model.score(batch)
+    generate, score = executor.calls
+    found = [(result.call, result.num_rows, result.columns) for result in executor.results]
+    assert found == [(None, 3, ("prompt",)), (generate, 6, ("response",)), (score, 6, score.writes)]
+
+
 def test_columns_that_arguments_declare_are_traced(executor):
     model = executor.build_group("model", Model)
     batch = executor.put_columns(["response", "costs"], 4)

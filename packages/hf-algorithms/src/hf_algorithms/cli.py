@@ -77,6 +77,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     from hf_algorithms.preflight.checks import check_run
     from hf_algorithms.preflight.placement import require_mapper
     from hf_algorithms.preflight.reward_functions import describe_logs
+    from hf_algorithms.preflight.store_room import describe_store
     from hf_algorithms.recipes import SupervisedRecipe
     from hf_algorithms.run.display import build_console
     from hf_algorithms.run.supervised import check_supervised
@@ -94,6 +95,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))
             models, lines = inputs.models, [*inputs.describe_data(), *inputs.describe_draws(settings)]
             lines += describe_logs(settings, search_path=search_path_of(config))
+            lines += describe_store(settings, found, inputs, is_here=False)
         notes = [*describe_generic_shapes(models), *describe_merging(settings, models)]
     for note in notes:
         click.echo(note, err=True)

@@ -312,7 +312,8 @@ class ClusterConfig(Section):
     """Deadline of one call to a worker group; `[deadlines]` has one for each phase."""
     object_store_bytes: StoreBytes | None = None
     """Shared memory for batches in the run's own Ray cluster, taken as it is used; left out: 30 % of the memory that
-    the program may use, at most what is free in `/dev/shm`. A batch that does not fit goes to disk, which is slow.
+    the program may use, at most what is free in `/dev/shm`. A batch that does not fit goes to disk, which is slow: a
+    run says so before it starts.
     """
 
 

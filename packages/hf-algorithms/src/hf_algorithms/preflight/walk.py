@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import PromptDataset
     from hf_algorithms.preflight.inputs import RunInputs
+    from hf_controller import TracedCall, TracedResult
     from hf_protocols import MappingPlan
     from hf_protocols.dataflow import CallKind
 
-__all__ = ["Phase", "PlannedCall", "walk_calls"]
+__all__ = ["Phase", "PlannedCall", "walk_calls", "walk_results"]
 
 Phase = Literal["warm start", "iterations", "evaluation", "divergence"]
 
@@ -49,13 +50,9 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
     Raises:
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
     """
-    executor = TracingExecutor()
-    roles = build_roles(executor, config, plan, inputs, ())
     found = []
-    for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
-        before = len(executor.calls)
-        make_calls()
-        check_calls_outputs(executor.calls[before:], {each.name: each.load_worker() for each in config.recipe.roles})
+    for phase, tokens, roles, calls, _ in _walk(config, plan, inputs):
+        check_calls_outputs(calls, {each.name: each.load_worker() for each in config.recipe.roles})
         found += [
             PlannedCall(
                 phase=phase,
@@ -66,9 +63,33 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
                 least_rows=least_rows(getattr(roles, call.role), call.method),
                 tokens=tokens,
             )
-            for call in executor.calls[before:]
+            for call in calls
         ]
     return found
+
+
+def walk_results(
+    config: Config, plan: MappingPlan, inputs: RunInputs
+) -> Iterator[tuple[Phase, RowTokens, list[TracedResult]]]:
+    """Yields the phases of `walk_calls`, with the rows that each reads and the batches that it stores.
+
+    Raises:
+        HybridFlowError: as `walk_calls` does.
+    """
+    for phase, tokens, _, _, results in _walk(config, plan, inputs):
+        yield phase, tokens, results
+
+
+def _walk(
+    config: Config, plan: MappingPlan, inputs: RunInputs
+) -> Iterator[tuple[Phase, RowTokens, Roles, list[TracedCall], list[TracedResult]]]:
+    executor = TracingExecutor()
+    roles = build_roles(executor, config, plan, inputs, ())
+    num_calls = num_results = 0
+    for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
+        make_calls()
+        yield phase, tokens, roles, executor.calls[num_calls:], executor.results[num_results:]
+        num_calls, num_results = len(executor.calls), len(executor.results)
 
 
 def _list_phases(

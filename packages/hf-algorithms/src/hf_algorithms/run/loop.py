@@ -23,6 +23,7 @@ from hf_algorithms.preflight.inputs import RunInputs
 from hf_algorithms.preflight.machine import check_machine
 from hf_algorithms.preflight.placement import compute_workload
 from hf_algorithms.preflight.reward_functions import describe_logs
+from hf_algorithms.preflight.store_room import describe_store
 from hf_algorithms.report import write_report
 from hf_algorithms.rewards import TrainerState
 from hf_algorithms.roles import Roles
@@ -97,7 +98,8 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             for note in (*describe_generic_shapes(inputs.models), *describe_merging(config, inputs.models)):
                 display.note(note)
             logs = describe_logs(config, search_path=search_path)
-            for line in (*logs, *inputs.describe_data(), *inputs.describe_draws(config)):
+            store = describe_store(config, plan, inputs, is_here=True)
+            for line in (*logs, *inputs.describe_data(), *inputs.describe_draws(config), *store):
                 display.note(line)
             limit = config.rollout.max_new_tokens
             if isinstance(data := inputs.pretraining, PromptDataset) and (cut := data.count_cut_answers(limit)):

@@ -96,6 +96,8 @@ class TracingExecutor(Executor):
 
     Attributes:
         calls: the calls in the order in which they were made.
+        results: what would be stored, in the same order: a result for each batch that was put, and for each rank whose
+            result is collected.
 
     Raises:
         ConfigError: for a `max_calls` that is not a whole number of at least 1.
@@ -105,6 +107,7 @@ class TracingExecutor(Executor):
         super().__init__()
         _check_config.count("max_calls", max_calls)
         self.calls: list[TracedCall] = []
+        self.results: list[TracedResult] = []
         self.failure_log = FailureLog()
         self.trace = Trace(self.failure_log.take_spans)
         self.call_timeout_s = 0.0
@@ -129,6 +132,7 @@ class TracingExecutor(Executor):
         _check_batch.count("num_rows", num_rows, least=0)
         names = _check_batch.columns("columns", columns, may_lack=False)
         result = TracedResult(None, num_rows, names)
+        self.results.append(result)
         # As if a call had made it: too few rows for the ranks are written down, not refused.
         return self._batch_future(Source([result], _TracedAnswer([result], "a batch"), names))
 
@@ -195,7 +199,9 @@ class TracingExecutor(Executor):
         result = TracedResult(made, num_rows * times if spec.rows == "times" else num_rows, made.writes)
         collection = spec.protocol.collect(group.topology)
         is_whole = spec.returns == "batch" and collection.combine == "concat"
-        return _TracedAnswer([result] * (1 if is_whole else len(collection.ranks)), what)
+        results = [result] * (1 if is_whole else len(collection.ranks))
+        self.results += results
+        return _TracedAnswer(results, what)
 
     def _batch_future(self, source: Source) -> BatchFuture:
         return _TracedBatch(Leaf(source), self._store, self.call_timeout_s)

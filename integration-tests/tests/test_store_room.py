@@ -1,0 +1,119 @@
+"""Bytes of a run's batches, as estimated before it starts, against those that its workers and its program stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_algorithms import train
+from hf_algorithms.config import load_config
+from hf_algorithms.preflight import store_room
+from hf_algorithms.preflight.checks import check_run
+from hf_algorithms.preflight.store_room import describe_store, estimate_batch_bytes
+from hf_algorithms.run import loop
+from hf_controller import Executor
+from hf_protocols import ConfigError
+from small_runs import Outcome
+
+REWARD = """
+import hashlib
+
+def some_number(responses):
+    return [hashlib.sha256(response.encode()).digest()[0] / 255 for response in responses]
+"""
+FULL_LENGTH = {"rollout.max_new_tokens": 8, "rollout.min_new_tokens": 8, "warm_start.max_steps": 0}
+LONG = (
+    "run.executor=ray", "model.max_positions=131072", "rollout.max_new_tokens=100000",
+    "training.micro_batch_tokens=131072", "rollout.batch_size=64", "algorithm.name=grpo",
+    "rollout.samples_per_prompt=2", "cluster.object_store_bytes=104857600",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"algorithm.name": "ppo"},
+        {"algorithm.name": "grpo", "rollout.samples_per_prompt": 4},
+        {"algorithm.name": "safe_rlhf", "algorithm.ptx_coefficient": 0.1},
+        {"algorithm.name": "distillation", "algorithm.signal": "top_k", "algorithm.top_k": 4},
+    ],
+    ids=lambda keys: keys["algorithm.name"],
+)
+def test_the_batches_of_an_iteration_are_below_their_bound(
+    small_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+) -> None:
+    (tmp_path / "rewards.py").write_text(REWARD)
+    reward = f"{tmp_path / 'rewards.py'}:some_number"
+    keys = {**FULL_LENGTH, "run.iterations": 1, "reward.function": reward, **keys}
+    if keys["algorithm.name"] == "safe_rlhf":
+        keys["cost.function"] = reward
+    if keys["algorithm.name"] == "distillation":
+        train(config=small_config, set={**FULL_LENGTH, "run.iterations": 1, "run.output_dir": str(tmp_path / "first")})
+        keys["roles.teacher.path"] = str(tmp_path / "first" / "initial_model")
+    put_bytes: list[int] = []
+    put = Executor.put
+
+    def count(self: Executor, batch: Any) -> Any:
+        columns = [each.values() if each.is_nested else each for _, each in batch.items()]
+        put_bytes.append(sum(each.numel() * each.element_size() for each in columns))
+        return put(self, batch)
+
+    monkeypatch.setattr(Executor, "put", count)
+    train(config=small_config, set=keys)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    spans = [event["args"] for event in events if event.get("args", {}).get("iteration") == 1]
+    # Those of validation and test are put before the first iteration.
+    stored = sum(span.get("bytes_written", 0) for span in spans) + sum(put_bytes[2:])
+    config = load_config(small_config, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    inputs, plan = check_run(config, tmp_path / "model")
+    bound = estimate_batch_bytes(config, plan, inputs)["iterations"]
+    assert bound / 2 < stored <= bound
+
+
+def test_a_batch_above_the_store_is_said_before_anything_starts(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for key in LONG for word in ("--set", key)]
+    planned = hybridflow("plan", small_config, *words)
+    (line,) = (line for line in planned.output.splitlines() if "cluster.object_store_bytes" in line)
+    assert re.fullmatch(
+        "rollout.batch_size = 64, rollout.samples_per_prompt = 2, rollout.max_new_tokens = 100000: the batches take up "
+        r"to 256.\d MiB, more than 80 % of the object store's 100.0 MiB. Ray moves what exceeds that to files, which "
+        r"is slow. Raise cluster.object_store_bytes to at least \d+, or lower rollout.batch_size",
+        line,
+    )
+    least = int(line.partition("to at least ")[2].partition(",")[0])
+    # Of each response token: response_ids, response_mask, rollout_logprobs, ref_logprobs, advantages.
+    token_bytes = 64 * 2 * 100_000 * (8 + 1 + 4 + 4 + 4)
+    assert token_bytes < 0.8 * least < 1.0001 * token_bytes
+    monkeypatch.setattr(loop, "build_executor", refuse)
+    started = hybridflow("train", small_config, *words)
+    assert line in started.output and "nothing starts" in started.errors
+    for given, is_said in ((least - 1, True), (least, False)):
+        enough = hybridflow("plan", small_config, *words, "--set", f"cluster.object_store_bytes={given}")
+        assert enough.exit_code == 0 and ("object store" in enough.output) == is_said
+
+
+def test_the_store_of_this_machine_is_the_one_of_the_run(
+    small_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(small_config, LONG[:-1])
+    inputs, plan = check_run(config, tmp_path / "model")
+    assert describe_store(config, plan, inputs, is_here=False) == []
+    for store_bytes, is_said in ((100 << 20, True), (1 << 30, False)):
+        monkeypatch.setattr(store_room, "choose_store_bytes", lambda given, key, size=store_bytes: size)
+        assert bool(describe_store(config, plan, inputs, is_here=True)) == is_said
+    elsewhere = load_config(small_config, [*LONG[:-1], "cluster.address=10.0.0.1:6379"])
+    in_process = load_config(small_config, [*LONG[:-1], "run.executor=in_process"])
+    monkeypatch.setattr(store_room, "choose_store_bytes", lambda given, key: 1)
+    for other in (elsewhere, in_process):
+        assert describe_store(other, plan, inputs, is_here=True) == []
+
+
+def refuse(config: Any, plan: Any) -> Any:
+    raise ConfigError("nothing starts")

@@ -1,0 +1,131 @@
+"""Bytes of a run's batches against the object store of its Ray cluster: said before Ray moves any of them to files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from heapq import nlargest
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from hf_algorithms.data import PromptDataset, TextBlocks
+from hf_algorithms.preflight.walk import Phase, walk_results
+from hf_controller import choose_store_bytes
+
+if TYPE_CHECKING:
+    from hf_algorithms.config import Config
+    from hf_algorithms.preflight.inputs import RunInputs
+    from hf_protocols import MappingPlan
+
+__all__ = ["describe_store", "estimate_batch_bytes"]
+
+_KEY = "cluster.object_store_bytes"
+_SPILL_PERCENT = 80
+"""Of the object store: with more in it, Ray begins to move batches to files."""
+
+_INTEGER_BYTES, _FLOAT_BYTES, _MASK_BYTES = 8, 4, 1
+_ROW_BYTES = {
+    **dict.fromkeys(("row_id", "group_id", "finish_reason", "weight_version", "group_tokens"), _INTEGER_BYTES),
+    **dict.fromkeys(("scores", "named_scores", "metric_scores", "model_scores", "costs"), _INTEGER_BYTES),
+    **dict.fromkeys(("next_values", "next_returns"), _FLOAT_BYTES),
+    "prompt_id": 3 * _INTEGER_BYTES,
+    "sample_id": 4 * _INTEGER_BYTES,
+}
+"""Of the columns whose rows are all of one size."""
+_CANDIDATES = ("candidate_ids", "teacher_candidate_logprobs")
+_NUM_SAMPLED = 256
+"""Rows of a data set whose texts are measured."""
+
+_SIZES: dict[Phase, tuple[str, ...]] = {
+    "warm start": ("warm_start.batch_size",),
+    "iterations": ("rollout.batch_size", "rollout.samples_per_prompt", "rollout.max_new_tokens"),
+    "evaluation": ("data.max_eval_rows", "rollout.max_new_tokens"),
+    "divergence": ("data.max_eval_rows", "rollout.max_new_tokens"),
+}
+"""Keys from which the batches of a phase have their size; the first is the one to lower."""
+
+
+def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_here: bool) -> list[str]:
+    """Returns one line if the batches of some phase may not fit in the object store of the run's own Ray cluster.
+
+    Args:
+        config: the run's.
+        plan: where the models go.
+        inputs: the run's.
+        is_here: whether the run is on this machine. If not, only a store whose size is given is known.
+
+    Raises:
+        ConfigError: for a size of the store that this machine does not have.
+    """
+    given = config.cluster.object_store_bytes
+    if config.run.executor != "ray" or config.cluster.address != "local":
+        return []
+    store_bytes = choose_store_bytes(given, key=_KEY) if is_here else given
+    if store_bytes is None:
+        return []
+    found = estimate_batch_bytes(config, plan, inputs)
+    phase = max(found, key=found.__getitem__)
+    least = math.ceil(found[phase] * 100 / _SPILL_PERCENT)
+    if store_bytes >= least:
+        return []
+    sizes = [f"{key} = {attrgetter(key)(config)}" for key in _SIZES[phase]]
+    line = (
+        f"{', '.join(sizes)}: the batches take up to {_show(found[phase])}, more than {_SPILL_PERCENT} % of the object "
+        f"store's {_show(store_bytes)}. Ray moves what exceeds that to files, which is slow. Raise {_KEY} to at "
+        f"least {least}, or lower {_SIZES[phase][0]}"
+    )
+    return [line]
+
+
+def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -> dict[Phase, int]:
+    """Returns the bytes that the batches of each phase take at most in the object store.
+
+    Each response has the greatest length, and no batch is freed before the phase ends. Texts are as long as in the
+    data set's first rows. A column that no shipped worker returns has 4 bytes for each response token.
+    """
+    sets = (inputs.train, inputs.validation, inputs.test)
+    text_bytes = {data.source: _measure_texts(data) for data in sets}
+    blocks = inputs.pretraining.block_tokens if isinstance(inputs.pretraining, TextBlocks) else 0
+    candidates = getattr(config.algorithm, "top_k", 1)
+    found: dict[Phase, int] = {}
+    for phase, tokens, results in walk_results(config, plan, inputs):
+        num_bytes = 0.0
+        for result in results:
+            # Responses that no call made are rows to learn.
+            longest = blocks if blocks and result.call is None else max(tokens.responses)
+            response_tokens = result.num_rows * longest
+            for name in result.columns:
+                if name == "prompt_ids":
+                    num_bytes += _INTEGER_BYTES * _sum_longest(tokens.prompts, result.num_rows)
+                elif name == "answer":
+                    num_bytes += text_bytes[tokens.source] * result.num_rows
+                elif name in _CANDIDATES:
+                    num_bytes += _FLOAT_BYTES * candidates * response_tokens
+                elif name in _ROW_BYTES:
+                    num_bytes += _ROW_BYTES[name] * result.num_rows
+                else:
+                    num_bytes += _find_token_bytes(name) * response_tokens
+        found[phase] = max(found.get(phase, 0), math.ceil(num_bytes))
+    return found
+
+
+def _find_token_bytes(name: str) -> int:
+    if name.endswith("_ids"):
+        return _INTEGER_BYTES
+    return _MASK_BYTES if name.endswith("_mask") else _FLOAT_BYTES
+
+
+def _sum_longest(lengths: Sequence[int], num_rows: int) -> int:
+    """Sum of as many lengths, the longest first; the longest stands for rows that are drawn more than once."""
+    return sum(nlargest(num_rows, lengths)) + max(lengths) * max(0, num_rows - len(lengths))
+
+
+def _measure_texts(data: PromptDataset) -> float:
+    """Mean bytes of a row's texts: its answer, messages and other columns."""
+    batch = data.prompts(range(min(len(data), _NUM_SAMPLED)))
+    texts = [batch[name].values() for name in ("answer", "row_extra") if name in batch]
+    return sum(int(text.numel()) for text in texts) / len(batch)
+
+
+def _show(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
