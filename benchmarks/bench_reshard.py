@@ -23,6 +23,7 @@ import statistics
 import sys
 import time
 from abc import ABC, abstractmethod
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -34,9 +35,12 @@ from hf_engine import Box, ReshardExecutor, TransitionPlan, plan_transition
 from hf_engine.resharding import steps
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.testing import LocalRanks
-from hf_engine.testing._traffic import count_traffic
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec, Topology, TopologyError
 from hf_protocols.errors import ReshardError
+
+sys.path.append(str(Path(__file__).parents[1] / "integration-tests"))
+
+from engine_testing.traffic import count_traffic
 
 MODEL = ModelShape(
     name="bench",

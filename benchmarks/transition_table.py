@@ -21,11 +21,14 @@ import torch.distributed as dist
 from hf_engine import ReshardExecutor, plan_transition
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.testing import LocalRanks
-from hf_engine.testing._shapes import uniform_shape
-from hf_engine.testing._traffic import count_traffic
-from hf_engine.testing._weights import empty_weights
 from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology, TopologyError, compute_transition_cost
 from hf_protocols.transition import Method
+
+sys.path.append(str(Path(__file__).parents[1] / "integration-tests"))
+
+from engine_testing.shapes import uniform_shape
+from engine_testing.traffic import count_traffic
+from engine_testing.weights import empty_weights
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts" / "transition.md"
 BEGIN, END = "<!-- transition_table.py writes from here -->\n", "<!-- to here -->\n"

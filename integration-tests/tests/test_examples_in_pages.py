@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hf_engine.testing._forked_programs import run_forked
+from engine_testing.forked_programs import run_forked
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

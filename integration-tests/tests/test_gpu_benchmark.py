@@ -12,7 +12,7 @@ import pytest
 import torch
 from gpu_transition import NO_GPU, measure
 
-from hf_engine.testing._shapes import tiny_shape
+from engine_testing.shapes import tiny_shape
 
 
 def test_the_work_leaves_the_weights_as_they_were() -> None:

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_testing.local_server import LocalServer
 from hf_algorithms.config import load_config
 from hf_algorithms.preflight.inputs import load_inputs
 from hf_engine import SamplingParams
 from hf_engine.rollout.server._connection import ServerConnection
 from hf_engine.rollout.server._dialect import Sample
 from hf_engine.rollout.server._identify import identify
-from hf_engine.testing._local_server import LocalServer
 from small_runs import Outcome, read_metrics
 
 PROMPT = [3, 4, 5]

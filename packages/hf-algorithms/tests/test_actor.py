@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine_testing.packed_engine import PackedEngine
 from hf_algorithms.losses import SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
@@ -18,7 +19,6 @@ from hf_engine import SamplingParams, TrainConfig
 from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
-from hf_engine.testing._packed import PackedEngine
 from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine_testing.weights import cut_weights, empty_weights, numbered_weights
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import ReshardExecutor, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
 from hf_engine.resharding.tensor_checks import check_weights
-from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.errors import ReshardError
 
 SHAPES = {"embed": (13, 4), "norm": (5,), "head": (1, 8), "scale": (), "experts": (3, 2, 5)}

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine_testing.train_steps import train_step
 from hf_engine import HybridEngine, TrainConfig, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import read_model_directory
 from hf_engine.testing import FURTHER_FAMILIES, TINY_FAMILIES, check_family, gather_weights, write_tiny_family
@@ -156,8 +157,6 @@ def load_and_generate(model, other, state):
 
 
 def step_of_two_ranks(model, directory):
-    from hf_engine.testing._training import train_step
-
     topology = Topology(ParallelSpec(dp_size=2))
     train = build("fsdp", model)
     train_step(train, topology, vocab_size=64)
@@ -177,8 +176,6 @@ def test_two_ranks_end_where_one_does(ranks1, ranks2, tmp_path, family):
 
 
 def step_of_one_rank(model):
-    from hf_engine.testing._training import train_step
-
     topology = Topology(ParallelSpec())
     train = build("fsdp", model)
     train_step(train, topology, vocab_size=64)

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from hf_engine.testing._forked_programs import ForkedProgram, run_forked
+from engine_testing.forked_programs import ForkedProgram, run_forked
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.storages import watch_storages
+from engine_testing.traffic import count_traffic
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
-from hf_engine.testing._storages import watch_storages
-from hf_engine.testing._traffic import count_traffic
 from hf_engine.training import offload
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 

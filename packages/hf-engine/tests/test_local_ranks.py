@@ -1,13 +1,32 @@
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_engine.testing import LocalRanks
+
+COUNTER = """
+import torch
+
+CALLS = []
+
+
+def count():
+    CALLS.append(1)
+    return __name__, len(CALLS)
+
+
+@torch.no_grad()  # whose wrapper is in a file of torch's
+def count_decorated():
+    return count()
+"""
 
 
 def add_ranks(number):
@@ -32,6 +51,51 @@ def die():
 
 def come_late():
     time.sleep(1.0)
+
+
+def count_in(name):
+    return importlib.import_module(name).count()
+
+
+@contextmanager
+def module_in(folder, monkeypatch, *, importable):
+    """The module `rank_counter` of this folder, which ranks can import or know by its file only."""
+    (folder / "rank_counter.py").write_text(COUNTER)
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(folder)
+        module = importlib.import_module("rank_counter")
+    if importable:
+        monkeypatch.syspath_prepend(folder)
+    try:
+        yield module
+    finally:
+        del sys.modules["rank_counter"]
+
+
+def test_an_importable_module_has_one_state_on_a_rank(tmp_path, monkeypatch):
+    with module_in(tmp_path, monkeypatch, importable=True) as module, LocalRanks(1) as ranks:
+        assert ranks.run(module.count) == [("rank_counter", 1)]
+        assert ranks.run(count_in, "rank_counter") == [("rank_counter", 2)]
+        assert ranks.run(module.count_decorated) == [("rank_counter", 3)]
+        assert module.CALLS == []
+
+
+def test_a_module_that_ranks_cannot_import_is_loaded_once(tmp_path, monkeypatch):
+    with module_in(tmp_path, monkeypatch, importable=False) as module, LocalRanks(1) as ranks:
+        ((name, first),) = ranks.run(module.count)
+        assert name.startswith("_on_rank_") and first == 1
+        assert ranks.run(module.count_decorated) == [(name, 2)]
+
+
+def test_another_module_of_the_same_name_is_not_taken(tmp_path, monkeypatch):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "rank_counter.py").write_text("def count():\n    return 'the other one', 0\n")
+    with module_in(tmp_path, monkeypatch, importable=False) as module:
+        monkeypatch.syspath_prepend(other)
+        with LocalRanks(1) as ranks:
+            ((name, calls),) = ranks.run(module.count)
+    assert name.startswith("_on_rank_") and calls == 1
 
 
 def test_failures_carry_their_traceback_and_the_ranks_come_back(capfd):

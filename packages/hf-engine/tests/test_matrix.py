@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.traffic import count_traffic
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, greedy_response, rows_of, select_rows
-from hf_engine.testing._traffic import count_traffic
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 VOCAB_SIZE = 64

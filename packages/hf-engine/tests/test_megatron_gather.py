@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from engine_testing.traffic import count_traffic
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import write_tiny_model
-from hf_engine.testing._traffic import count_traffic
 from hf_engine.training.megatron._gather import WeightGather
 from hf_protocols import ParallelSpec, Topology
 

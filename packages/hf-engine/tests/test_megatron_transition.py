@@ -11,6 +11,11 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from engine_testing.shapes import tiny_shape, uniform_shape
+from engine_testing.storages import watch_storages
+from engine_testing.traffic import count_traffic
+from engine_testing.train_steps import train_step
+from engine_testing.weights import cut_weights, empty_weights, numbered_weights
 from hf_engine import (
     HybridEngine,
     TrainConfig,
@@ -23,11 +28,6 @@ from hf_engine.resharding import steps
 from hf_engine.resharding.execute import as_parts
 from hf_engine.resharding.moving import storage_bytes
 from hf_engine.testing import LocalRanks, write_tiny_model
-from hf_engine.testing._shapes import tiny_shape, uniform_shape
-from hf_engine.testing._storages import watch_storages
-from hf_engine.testing._traffic import count_traffic
-from hf_engine.testing._training import train_step
-from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_testing.engine_families import write_engine_family
 from hf_engine.model_directory import (
     check_model_directory,
     describe_export,
@@ -21,7 +22,6 @@ from hf_engine.model_directory import (
 )
 from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs
 from hf_engine.testing import write_tiny_family, write_tiny_model
-from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")

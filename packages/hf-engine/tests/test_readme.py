@@ -17,8 +17,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_testing.forked_programs import ForkedProgram
 from hf_engine.testing import write_tiny_model
-from hf_engine.testing._forked_programs import ForkedProgram
 
 README = Path(__file__).parents[1] / "README.md"
 SCRIPT = re.compile(r'^```python title="train_and_generate.py"\n(.*?)^```$', re.MULTILINE | re.DOTALL)

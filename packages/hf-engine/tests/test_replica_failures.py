@@ -6,10 +6,10 @@ import pytest
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.train_steps import check_greedy_samples, train_step
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_prompts
-from hf_engine.testing._training import check_greedy_samples, train_step
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 pytestmark = pytest.mark.timeout(900)

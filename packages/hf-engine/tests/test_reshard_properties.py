@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine_testing.traffic import count_traffic
+from engine_testing.weights import cut_weights, empty_weights, numbered_weights
 from hf_engine.resharding.execute import ReshardExecutor
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
@@ -16,8 +18,6 @@ from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
-from hf_engine.testing._traffic import count_traffic
-from hf_engine.testing._weights import cut_weights, empty_weights, numbered_weights
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 

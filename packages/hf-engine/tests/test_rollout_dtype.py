@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_testing.train_steps import train_step
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
-from hf_engine.testing._training import train_step
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 VOCAB_SIZE = 64

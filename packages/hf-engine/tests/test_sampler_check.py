@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from engine_testing.packed_engine import PackedEngine
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.hybrid_engine.sampler_check import SamplerCheck
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
-from hf_engine.testing._packed import PackedEngine
 from hf_engine.training import offload
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, ReshardError, Topology
 

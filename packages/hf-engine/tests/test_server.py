@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.local_server import LocalServer
+from engine_testing.train_steps import check_greedy_samples, train_step
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.rollout.sglang._session import find_segments
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
-from hf_engine.testing._local_server import LocalServer
-from hf_engine.testing._training import check_greedy_samples, train_step
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.shared_engine import CACHE_BYTES, ENGINES, build, shared
+from engine_testing.train_steps import check_greedy_samples, count_lacking_bytes, train_step
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import read_model_directory
 from hf_engine.testing import LocalRanks, check_rollout_backend, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
-from hf_engine.testing._shared_engine import CACHE_BYTES, ENGINES, build, shared
-from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
 from hf_protocols import BackendError, GenerationSpec, HybridFlowError, ParallelSpec, ReshardError, Topology
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from engine_testing.adapters import check_adapter_updates
+from engine_testing.shared_engine import build
 from hf_engine import LoraConfig
 from hf_engine.testing import LocalRanks, write_tiny_model
-from hf_engine.testing._adapters import check_adapter_updates
-from hf_engine.testing._shared_engine import build
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}

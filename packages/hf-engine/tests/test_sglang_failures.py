@@ -17,12 +17,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from engine_testing.shared_engine import ENGINES, build, shared
 from hf_engine import SamplingParams, load_rollout_backend
 from hf_engine.resharding.boxes import Box
 from hf_engine.rollout.sglang import _session
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
-from hf_engine.testing._shared_engine import ENGINES, build, shared
 from hf_protocols import BackendError, GenerationSpec, NonFiniteLossError, ParallelSpec, ReshardError, Topology
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]

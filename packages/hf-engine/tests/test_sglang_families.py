@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from engine_testing.engine_families import write_engine_family
+from engine_testing.shared_engine import build
+from engine_testing.train_steps import follow_the_training
 from hf_engine.model_directory import read_model_directory
 from hf_engine.rollout.engine_rules import check_sglang_runs
 from hf_engine.testing import TINY_FAMILIES, LocalRanks
-from hf_engine.testing._families import write_engine_family
-from hf_engine.testing._shared_engine import build
-from hf_engine.testing._training import follow_the_training
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine_testing.engine_families import write_engine_family
 from hf_engine.cpu_support.sglang_plugins import PLATFORM
 from hf_engine.model_directory import read_model_directory
 from hf_engine.models.conversions import buffers_in_files, read_file_names
@@ -21,7 +22,6 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.rollout.engine_rules import check_sglang_runs
 from hf_engine.rollout.shard import ShardTensor
 from hf_engine.testing import TINY_FAMILIES, LocalRanks
-from hf_engine.testing._families import write_engine_family
 from hf_protocols import BackendError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -8,6 +8,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from engine_testing.storages import watch_storages
+from engine_testing.traffic import count_traffic
+from engine_testing.train_steps import check_greedy_samples, count_lacking_bytes, train_step
 from hf_engine import (
     HoldsPadding,
     HybridEngine,
@@ -24,9 +27,6 @@ from hf_engine.resharding.moving import storage_bytes
 from hf_engine.resharding.transition import training_layout
 from hf_engine.testing import gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_prompts
-from hf_engine.testing._storages import watch_storages
-from hf_engine.testing._traffic import count_traffic
-from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, train_step
 from hf_protocols import GenerationSpec, ModelShape, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64

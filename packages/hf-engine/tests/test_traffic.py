@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
+from engine_testing.traffic import _REDUCTIONS, _SILENT, count_traffic
 from hf_engine.resharding.execute import ReshardExecutor
 from hf_engine.resharding.layouts import fsdp_layout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.testing import LocalRanks
-from hf_engine.testing._traffic import _REDUCTIONS, _SILENT, count_traffic
 
 SHAPES = {"w": (64, 4), "v": (32, 2)}
 KIB = 256

@@ -10,10 +10,10 @@ from math import prod
 import numpy as np
 import pytest
 
+from engine_testing.shapes import tiny_shape, uniform_shape
 from hf_engine.resharding.model_layouts import generation_layout, megatron_layout
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.transition import plan_transition, training_layout
-from hf_engine.testing._shapes import tiny_shape, uniform_shape
 from hf_protocols._presets import PRESETS
 from hf_protocols.errors import ReshardError, TopologyError
 from hf_protocols.models import ModelShape

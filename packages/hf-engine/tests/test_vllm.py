@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from engine_testing.engine_families import write_engine_family
+from engine_testing.train_steps import check_greedy_samples, count_lacking_bytes, follow_the_training, train_step
 from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import read_model_directory
 from hf_engine.process_groups import default_timeout
 from hf_engine.rollout.engine_rules import check_vllm_runs
 from hf_engine.testing import TINY_FAMILIES, LocalRanks, check_rollout_backend, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
-from hf_engine.testing._families import write_engine_family
-from hf_engine.testing._training import check_greedy_samples, count_lacking_bytes, follow_the_training, train_step
 from hf_protocols import BackendError, GenerationSpec, ModelShape, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
+from engine_testing.adapters import check_adapter_updates
 from hf_engine import LoraConfig, load_rollout_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
-from hf_engine.testing._adapters import check_adapter_updates
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 LORA = LoraConfig(rank=3, alpha=6.0)

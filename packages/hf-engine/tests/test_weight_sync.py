@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from engine_testing.shapes import tiny_shape
+from engine_testing.weights import cut_weights, numbered_weights
 from hf_engine.hybrid_engine.weight_sync import WeightSync
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.testing import LocalRanks
-from hf_engine.testing._shapes import tiny_shape
-from hf_engine.testing._weights import cut_weights, numbered_weights
 from hf_protocols.errors import ReshardError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
 

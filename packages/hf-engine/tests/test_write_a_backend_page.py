@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from hf_engine.testing._forked_programs import run_forked
+from engine_testing.forked_programs import run_forked
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "write-a-rollout-backend.md"
 

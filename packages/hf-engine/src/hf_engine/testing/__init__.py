@@ -1,7 +1,8 @@
 """Conformance suites for training and rollout backends, and local ranks to run them on.
 
 What lives here: `check_train_backend` and `check_rollout_backend`, tiny models and families, and `LocalRanks`.
-What must not: what a shipped program needs. A backend is supported when it passes on every rank.
+What must not: what a shipped program needs, and what this repository's own tests alone need, which is in
+`integration-tests/engine_testing`. A backend is supported when it passes on every rank.
 """
 
 from __future__ import annotations

@@ -140,16 +140,18 @@ class LocalRanks:
 
 
 def _locate(function: Callable[..., Any]) -> tuple[str, str, str]:
-    file = inspect.getsourcefile(function)
+    file = inspect.getsourcefile(inspect.unwrap(function))
     assert file is not None, "a function without a source file cannot be sent to another process"
     return function.__module__, file, function.__qualname__
 
 
 def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> Callable[..., Any]:
-    """Finds the function again: modules of this package by name, test files by their path."""
+    """Finds the function again: in the module of its name where this process can import it, else by its file."""
     module_name, file, qualified_name = location
-    if module_name.startswith("hf_engine."):
-        found: Any = importlib.import_module(module_name)
+    found: Any
+    if _is_importable(module_name, file):
+        # A second copy from the file would have a state of its own.
+        found = importlib.import_module(module_name)
     else:
         if file not in loaded:
             spec = importlib.util.spec_from_file_location(f"_on_rank_{len(loaded)}", file)
@@ -162,6 +164,15 @@ def _resolve(location: tuple[str, str, str], loaded: dict[str, ModuleType]) -> C
         found = getattr(found, part)
     function: Callable[..., Any] = found
     return function
+
+
+def _is_importable(module_name: str, file: str) -> bool:
+    """True where the name leads to this file, not to another module of the same name."""
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ModuleNotFoundError, ValueError):  # a parent that is absent; `__main__` of a program
+        return False
+    return spec is not None and spec.has_location and Path(spec.origin or "").resolve() == Path(file).resolve()
 
 
 def _serve(

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from engine_testing.train_steps import train_step
 from hf_engine.backends import LoraConfig, RolloutBackend, SamplingParams, TrainConfig, load_train_backend
 from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
 from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.testing._cases import build_prompts
-from hf_engine.testing._training import train_step
 from hf_protocols.topology import Topology
 
 __all__ = ["check_adapter_updates"]
