@@ -113,6 +113,7 @@ def test_the_context_of_the_model_bounds_prompts(rows: str, tmp_path: Path) -> N
     assert json.loads(found.stdout)["too_long"] == {"limit": 5, "rows": 1, "action": "error"}
     assert isinstance(found.exception, DataError), "and then fails as a run does"
     assert str(found.exception).startswith(f"{rows}: 1 of 2 prompts have more than 5 tokens, so a run refuses the rows")
+    assert str(found.exception).endswith("lower --max-new-tokens, or set --too-long to drop or cut such prompts")
     with pytest.raises(ConfigError, match=r"^--max-new-tokens 9: the model's context of 9 tokens has no room"):
         run(*words, "9")
     report = run(*words[:-1])
@@ -300,9 +301,7 @@ def test_check_reads_pairs_of_a_file_as_a_reward_model_does(tmp_path: Path) -> N
 def test_prompts_that_are_all_dropped_are_refused(rows: str, tmp_path: Path) -> None:
     build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
     words = ("check", rows, "--model", str(tmp_path / "tokenizer"), "--max-prompt-tokens", "1", "--too-long", "drop")
-    with pytest.raises(
-        DataError, match=r"every prompt has more than 1 tokens, so data.too_long = 'drop' leaves no row"
-    ):
+    with pytest.raises(DataError, match=r"every prompt has more than 1 tokens, so --too-long 'drop' leaves no row"):
         run(*words)
 
 

@@ -74,9 +74,9 @@ def check(file: tuple[str, ...], config: str | None, overrides: tuple[str, ...],
             raise ConfigError(f"hybridflow data check: {wrong}. Name a FILE, or a CONFIG with --config")
         with naming_flags():
             report, pairs = _check_files(file, options)
-        content = report.to_dict() | ({} if pairs is None else {"pairs": pairs.to_dict()})
-        lines = [*report.lines(), *([] if pairs is None else pairs.lines())]
-        _print_report(content if as_json else lines, [report])
+            content = report.to_dict() | ({} if pairs is None else {"pairs": pairs.to_dict()})
+            lines = [*report.lines(), *([] if pairs is None else pairs.lines())]
+            _print_report(content if as_json else lines, [report])
         return
     if (given := _list_given(options)) or file:
         raise ConfigError(
