@@ -21,7 +21,7 @@ from hf_controller.executors.ray import executor as executor_module
 from hf_controller.executors.ray import host_set as host_set_module
 from hf_controller.executors.ray.host_process import Location
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
-from hf_controller.groups.dispatch import BatchArgument, Call
+from hf_controller.groups.call import BatchArgument, Call
 from hf_controller.trace import CallReport, Span
 
 __all__ = ["RecordedRay", "recorded_ray"]

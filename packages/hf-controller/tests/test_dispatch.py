@@ -12,8 +12,8 @@ from tensordict import TensorDict
 
 from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
 from hf_controller.data.futures import as_selection
-from hf_controller.groups.dispatch import BatchArgument, Call, build_calls, check_rows, compute_called_ranks
-from hf_controller.groups.worker_group import WorkerGroup
+from hf_controller.groups.call import BatchArgument, Call, check_rows
+from hf_controller.groups.worker_group import WorkerGroup, build_calls, compute_called_ranks
 from hf_protocols import (
     ALL_TO_ALL,
     DP,

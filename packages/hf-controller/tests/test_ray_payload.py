@@ -9,7 +9,7 @@ from payload import count_payload
 from tensordict import TensorDict
 
 from hf_controller.executors.ray.wire import pack_once, unpack_call
-from hf_controller.groups.dispatch import Call
+from hf_controller.groups.call import Call
 
 LIMIT_BYTES = 64 * 1024
 

@@ -16,7 +16,7 @@ from hf_protocols import CallKind, ConfigError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    from hf_controller.groups.dispatch import Call
+    from hf_controller.groups.call import Call
 
 __all__ = ["CallReport", "ChromeTraceFile", "Span", "SubSpan", "Trace", "refuse"]
 

@@ -1,33 +1,25 @@
-"""Common base of all executors: counts calls, builds their messages and wraps the results."""
+"""Common base of all executors: builds groups, and ends with their calls."""
 
 from __future__ import annotations
 
-import itertools
-import sys
-import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
-from hf_controller.data.columns import CallColumns, columns_of
-from hf_controller.data.expressions import Leaf, Source
-from hf_controller.data.futures import BatchFuture, ListFuture, MetricsFuture, ObjectFuture, PendingCall, refuse_foreign
-from hf_controller.failure_log import FailureLog
-from hf_controller.failures import CLOSED, Deadline, LostResultError
-from hf_controller.groups.dispatch import Call, build_calls, check_rows, compute_called_ranks
+from hf_controller.data.expressions import Source
+from hf_controller.failures import Deadline
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
-from hf_controller.groups.worker_group import WorkerGroup
-from hf_controller.trace import Trace
-from hf_protocols import HybridFlowError, MethodSpec, PerRank, PoolError, ProtocolError, Topology
+from hf_controller.groups.worker_group import Dispatcher, WorkerGroup
+from hf_protocols import PoolError, ProtocolError, Topology
 from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from hf_controller.data.transport import ObjectStore
+    from hf_controller.data.futures import BatchFuture
 
 __all__ = ["Executor", "check_pool", "check_specs"]
 
@@ -35,7 +27,7 @@ _check_pool = Checks(PoolError)
 _check_protocol = Checks(ProtocolError)
 
 
-class Executor(ABC):
+class Executor(Dispatcher):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
     Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
@@ -50,15 +42,9 @@ class Executor(ABC):
         call_timeout_s: deadline of a call, where there is no other.
     """
 
-    trace: Trace
-    failure_log: FailureLog
-    call_timeout_s: float
-    _store: ObjectStore
-
     def __init__(self) -> None:
-        self._call_ids = itertools.count(1)
+        super().__init__()
         self._phase_deadline: Deadline | None = None
-        self._closed = False
 
     @abstractmethod
     def build_groups(
@@ -128,10 +114,6 @@ class Executor(ABC):
     def close(self) -> None:
         """End every worker and free everything. May be called more than once."""
 
-    @abstractmethod
-    def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> PendingCall:
-        """Start a call on the given ranks."""
-
     def __enter__(self) -> Self:
         return self
 
@@ -153,7 +135,7 @@ class Executor(ABC):
             error.add_note(self.failure_log.describe_untold())
             raise error from untold.exception
 
-    def _finish_calls(self) -> None:  # noqa: B027 - nothing is left to do where a call is over when it is made
+    def _finish_calls(self) -> None:  # nothing is left to do where a call is over when made
         """Wait for the calls, and have the log of failures know why they failed, or that they are late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
@@ -169,61 +151,6 @@ class Executor(ABC):
         shard = encode_batch(batch, self._store)
         return self._batch_future(Source([shard], columns=tuple(shard.columns)))
 
-    def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call; groups do, for their methods."""
-        self._check_open()
-        spec = group.methods[method]
-        call = Call(
-            call_id=next(self._call_ids),
-            role=group.role,
-            method=method,
-            args=args,
-            kwargs=kwargs,
-            after=(),
-            submit_s=time.time(),
-            timeout_s=self.call_timeout_s,
-            labels=self.trace.labels,
-            kind=spec.kind,
-        )
-        ranks = group.called_ranks.get(method)
-        if ranks is None:
-            ranks = group.called_ranks[method] = compute_called_ranks(spec.protocol, group.topology)
-        for value in (*args, *kwargs.values()):
-            for item in value.items if isinstance(value, PerRank) else [value]:
-                refuse_foreign(item, self._store, f"{group.role}.{method}")
-        calls = build_calls(call, spec, ranks, self.put)
-        check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
-        self.failure_log.note_place(call.call_id, _find_caller())
-        columns = {rank: columns_of(made.columns, spec) for rank, made in calls.items()}
-        return self._wrap(group, method, self._launch(group, spec, calls), columns)
-
-    def _wrap(self, group: WorkerGroup, method: str, call: PendingCall, columns: Mapping[int, CallColumns]) -> Any:
-        spec, maker = group.methods[method], f"{group.role}.{method}"
-        if spec.returns == "metrics":
-            return self._metrics_future(call, maker)
-        collection = spec.protocol.collect(group.topology)
-        writes = [columns[rank].writes for rank in collection.ranks]
-        listed = collection.combine == "list"
-        if not listed and (spec.returns == "batch" or len(call.handles) == 1):
-            return self._wrap_one(spec, maker, call, writes[0])
-        parts = [_CallPart(call, index) for index in range(len(call.handles))]
-        items = [self._wrap_one(spec, maker, part, written) for part, written in zip(parts, writes, strict=True)]
-        return ListFuture(call, self._store, maker, items)
-
-    def _wrap_one(
-        self, spec: MethodSpec, maker: str, call: PendingCall, writes: tuple[str, ...] | None
-    ) -> BatchFuture | ObjectFuture:
-        if spec.returns == "object":
-            return ObjectFuture(call, self._store, maker)
-        return self._batch_future(Source(call.handles, call, writes, maker))
-
-    def _metrics_future(self, call: PendingCall, maker: str) -> MetricsFuture:
-        return MetricsFuture(call, self._store, maker)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise PoolError(CLOSED)
-
     def _check_new(self, pool: ResourcePool, specs: Mapping[str, WorkerSpec]) -> None:
         taken = sorted({role for roles in self.built_on(pool) for role in roles} & set(specs))
         if taken:
@@ -232,35 +159,6 @@ class Executor(ABC):
                 "release the pool "
                 "first"
             )
-
-    def _batch_future(self, source: Source) -> BatchFuture:
-        return BatchFuture(Leaf(source), self._store, self.call_timeout_s)
-
-
-def _find_caller() -> str:
-    """File and line of the program that made a call."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_controller."):
-        frame = frame.f_back
-    return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}")  # one text per line of the program, not per call
-
-
-class _CallPart:
-    """One collected rank of a call, as a call of its own."""
-
-    def __init__(self, call: PendingCall, index: int) -> None:
-        self.handles = call.handles[index : index + 1]
-        self._call = call
-        self._index = index
-
-    def wait(self, timeout_s: float | None) -> list[int]:
-        return self._call.wait(timeout_s)[self._index : self._index + 1]
-
-    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Any]:
-        return self._call.outcomes(timeout_s, self._index)
-
-    def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
-        return self._call.explain_loss(error)
 
 
 def check_pool(pool: object) -> None:

@@ -17,8 +17,8 @@ from hf_controller.executors.call_share import CallShare
 from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
+from hf_controller.groups.call import BatchArgument, Call, StoredArgument
 from hf_controller.groups.default_group import join_default_group, seed_generators
-from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.groups.worker_group import WorkerGroup

@@ -19,7 +19,7 @@ from hf_controller.data.results import Outcome, publish
 from hf_controller.data.transport import ObjectStore, Shard
 from hf_controller.executors.call_share import CallShare
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.groups.call import BatchArgument, Call, StoredArgument
 from hf_controller.groups.worker import Worker, WorkerSpec, takes_pieces
 from hf_controller.trace import CallReport, Span
 from hf_protocols import BatchError, ProtocolError, RowSelection, registered_methods

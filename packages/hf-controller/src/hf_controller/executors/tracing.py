@@ -11,7 +11,7 @@ from hf_controller.data.expressions import Expression, Extent, Leaf, Segment, So
 from hf_controller.data.futures import BatchFuture, MetricsFuture, PendingCall
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.failure_log import FailureLog
-from hf_controller.groups.dispatch import BatchArgument, Call, StoredArgument
+from hf_controller.groups.call import BatchArgument, Call, StoredArgument
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import Worker, WorkerSpec
 from hf_controller.groups.worker_group import WorkerGroup

@@ -1,30 +1,63 @@
-"""A worker group: all ranks of one role, called as one object."""
+"""A worker group: all ranks of one role, called as one object.
+
+A call becomes a message for each rank, with no more of its batches than it reads, and a future. What a call returns is
+known before it ran where its method was registered with `writes`. There mistakes in columns are found at once, those in
+columns that the call does not read too; elsewhere the reader of the batch finds them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hf_controller.data.algebra import Concat, Rename, Select, Union
+from hf_controller.data.columns import CallColumns, columns_of, find_columns
+from hf_controller.data.expressions import Expression, Leaf, Source, choose_columns
+from hf_controller.data.futures import (
+    STAYS_HERE,
+    BatchFuture,
+    CallFuture,
+    ListFuture,
+    MetricsFuture,
+    ObjectFuture,
+    PendingCall,
+    refuse_foreign,
+)
+from hf_controller.failures import CLOSED, LostResultError
+from hf_controller.groups.call import BatchArgument, Call, StoredArgument, check_rows
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
-from hf_protocols import MethodSpec, ProtocolError, Topology, registered_methods
+from hf_protocols import (
+    ALL_TO_ALL,
+    BatchError,
+    HybridFlowError,
+    MethodSpec,
+    PerRank,
+    PoolError,
+    ProtocolError,
+    Topology,
+    TransferProtocol,
+    registered_methods,
+)
 from hf_protocols.validation import show
 
-__all__ = ["GroupExecutor", "WorkerGroup"]
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
+    from hf_controller.data.transport import ObjectStore
+    from hf_controller.failure_log import FailureLog
+    from hf_controller.trace import Trace
 
-class GroupExecutor(Protocol):
-    """Requests of a group to its executor."""
+__all__ = ["Dispatcher", "WorkerGroup", "build_calls", "compute_called_ranks", "know_columns", "prune"]
 
-    def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call; the answer is a future."""
-        ...
-
-    def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group."""
-        ...
+_Known = tuple[str, ...] | None
+"""Columns of a node; None where a call behind it does not say what it writes."""
 
 
 class WorkerGroup:
@@ -43,7 +76,7 @@ class WorkerGroup:
         role: str,
         spec: WorkerSpec,
         pool: ResourcePool,
-        executor: GroupExecutor,
+        executor: Dispatcher,
     ) -> None:
         self.role = role
         self.spec = spec
@@ -92,3 +125,361 @@ class WorkerGroup:
 
     def __repr__(self) -> str:
         return f"WorkerGroup({self.role!r}, {self.spec.worker.__name__}, {self.world_size} ranks on {self.pool.name!r})"
+
+
+class Dispatcher(ABC):
+    """Makes the calls of groups: numbers them, builds their messages and wraps their results.
+
+    Attributes:
+        trace: the spans of all calls.
+        failure_log: their failures, and which of them the program knows.
+        call_timeout_s: deadline of a call, where there is no other.
+    """
+
+    trace: Trace
+    failure_log: FailureLog
+    call_timeout_s: float
+    _store: ObjectStore
+
+    def __init__(self) -> None:
+        self._call_ids = itertools.count(1)
+        self._closed = False
+
+    @abstractmethod
+    def put(self, batch: TensorDict) -> BatchFuture:
+        """Store a batch of this process, so that groups can read it."""
+
+    @abstractmethod
+    def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
+        """Join two groups in one process group."""
+
+    @abstractmethod
+    def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> PendingCall:
+        """Start a call on the given ranks."""
+
+    def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call; groups do, for their methods."""
+        self._check_open()
+        spec = group.methods[method]
+        call = Call(
+            call_id=next(self._call_ids),
+            role=group.role,
+            method=method,
+            args=args,
+            kwargs=kwargs,
+            after=(),
+            submit_s=time.time(),
+            timeout_s=self.call_timeout_s,
+            labels=self.trace.labels,
+            kind=spec.kind,
+        )
+        ranks = group.called_ranks.get(method)
+        if ranks is None:
+            ranks = group.called_ranks[method] = compute_called_ranks(spec.protocol, group.topology)
+        for value in (*args, *kwargs.values()):
+            for item in value.items if isinstance(value, PerRank) else [value]:
+                refuse_foreign(item, self._store, f"{group.role}.{method}")
+        calls = build_calls(call, spec, ranks, self.put)
+        check_rows(calls[ranks[0]], spec, group.topology, getattr(group.spec.worker, method))
+        self.failure_log.note_place(call.call_id, _find_caller())
+        columns = {rank: columns_of(made.columns, spec) for rank, made in calls.items()}
+        return self._wrap(group, method, self._launch(group, spec, calls), columns)
+
+    def _wrap(self, group: WorkerGroup, method: str, call: PendingCall, columns: Mapping[int, CallColumns]) -> Any:
+        spec, maker = group.methods[method], f"{group.role}.{method}"
+        if spec.returns == "metrics":
+            return self._metrics_future(call, maker)
+        collection = spec.protocol.collect(group.topology)
+        writes = [columns[rank].writes for rank in collection.ranks]
+        listed = collection.combine == "list"
+        if not listed and (spec.returns == "batch" or len(call.handles) == 1):
+            return self._wrap_one(spec, maker, call, writes[0])
+        parts = [_CallPart(call, index) for index in range(len(call.handles))]
+        items = [self._wrap_one(spec, maker, part, written) for part, written in zip(parts, writes, strict=True)]
+        return ListFuture(call, self._store, maker, items)
+
+    def _wrap_one(
+        self, spec: MethodSpec, maker: str, call: PendingCall, writes: tuple[str, ...] | None
+    ) -> BatchFuture | ObjectFuture:
+        if spec.returns == "object":
+            return ObjectFuture(call, self._store, maker)
+        return self._batch_future(Source(call.handles, call, writes, maker))
+
+    def _metrics_future(self, call: PendingCall, maker: str) -> MetricsFuture:
+        return MetricsFuture(call, self._store, maker)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise PoolError(CLOSED)
+
+    def _batch_future(self, source: Source) -> BatchFuture:
+        return BatchFuture(Leaf(source), self._store, self.call_timeout_s)
+
+
+def _find_caller() -> str:
+    """File and line of the program that made a call."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("hf_controller."):
+        frame = frame.f_back
+    return sys.intern(f"{frame.f_code.co_filename}:{frame.f_lineno}")  # one text per line of the program, not per call
+
+
+class _CallPart:
+    """One collected rank of a call, as a call of its own."""
+
+    def __init__(self, call: PendingCall, index: int) -> None:
+        self.handles = call.handles[index : index + 1]
+        self._call = call
+        self._index = index
+
+    def wait(self, timeout_s: float | None) -> list[int]:
+        return self._call.wait(timeout_s)[self._index : self._index + 1]
+
+    def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Any]:
+        return self._call.outcomes(timeout_s, self._index)
+
+    def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
+        return self._call.explain_loss(error)
+
+
+def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:
+    """The ranks that take part in a call, however many rows it has: that is often known only after it is made."""
+    return tuple(range(topology.world_size)) if protocol.called == "all" else protocol.collect(topology).ranks
+
+
+def build_calls(
+    call: Call, spec: MethodSpec, ranks: Sequence[int], put: Callable[[Any], BatchFuture]
+) -> dict[int, Call]:
+    """Replace futures and batches in `call`'s arguments, and give every rank its call: one for all where they are
+    equal.
+
+    Args:
+        call: the call as the user made it.
+        spec: the method's registration.
+        ranks: the ranks that take part.
+        put: stores a TensorDict.
+
+    Raises:
+        ProtocolError: for a listed result, or PerRank, elsewhere than with ALL_TO_ALL, or the other way round; for
+            metrics as an argument; for the wrong number of items; for an argument that declares columns wrongly.
+        BatchError: for known columns that do not exist or collide.
+    """
+    what = f"{call.role}.{call.method}"
+    args = tuple(_list_items(value, spec, what, ranks) for value in call.args)
+    kwargs = {name: _list_items(value, spec, what, ranks) for name, value in call.kwargs.items()}
+    if spec.protocol != ALL_TO_ALL:
+        return dict.fromkeys(ranks, _build_call(call._replace(args=args, kwargs=kwargs), spec, what, put, whole=False))
+    given = {
+        rank: call._replace(
+            args=tuple(_item_for(value, rank) for value in args),
+            kwargs={name: _item_for(value, rank) for name, value in kwargs.items()},
+        )
+        for rank in ranks
+    }
+    return {rank: _build_call(each, spec, what, put, whole=True) for rank, each in given.items()}
+
+
+def _item_for(value: Any, rank: int) -> Any:
+    return value.items[rank] if isinstance(value, PerRank) else value
+
+
+def _list_items(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int]) -> Any:
+    """Returns a listed result as its items, and any other argument as it is, where the protocol takes them."""
+    if isinstance(value, ListFuture):
+        value = PerRank(value.items)
+    if not isinstance(value, PerRank):
+        if spec.protocol == ALL_TO_ALL and (isinstance(value, BatchFuture) or _is_tensordict(value)):
+            raise ProtocolError(f"{what} is registered with ALL_TO_ALL: give PerRank([...]), one item for each rank")
+        return value
+    if spec.protocol != ALL_TO_ALL:
+        raise ProtocolError(
+            f"{what} distributes by {spec.protocol.name}: a listed result or PerRank feeds only ALL_TO_ALL"
+        )
+    if len(value.items) != len(ranks):
+        raise ProtocolError(
+            f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items: give one for each rank, "
+            "or change the sizes of the group's topology"
+        )
+    return value
+
+
+def _build_call(call: Call, spec: MethodSpec, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Call:
+    """The call as one rank gets it: futures and batches replaced, and its columns known."""
+    call = call._replace(columns=find_columns(spec, (*call.args, *call.kwargs.values()), what))
+    columns = columns_of(call.columns, spec)
+    return call._replace(
+        args=tuple(_replace(value, columns, what, put, whole=whole) for value in call.args),
+        kwargs={name: _replace(value, columns, what, put, whole=whole) for name, value in call.kwargs.items()},
+    )
+
+
+def _replace(value: Any, columns: CallColumns, what: str, put: Callable[[Any], BatchFuture], *, whole: bool) -> Any:
+    if isinstance(value, MetricsFuture):
+        raise ProtocolError("metrics are not an argument of a call: pass their .result()")
+    if isinstance(value, ObjectFuture):
+        return StoredArgument(value.handle)
+    if isinstance(value, BatchFuture):
+        return BatchArgument(_narrow(value.expression, columns, what), whole)
+    _refuse_nested(value)
+    return BatchArgument(_narrow(put(value).expression, columns, what), whole) if _is_tensordict(value) else value
+
+
+def _is_tensordict(value: Any) -> bool:
+    # Recognised without importing tensordict, which takes seconds.
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(value, tensordict.TensorDictBase)
+
+
+def _narrow(expression: Expression, columns: CallColumns, what: str) -> Expression:
+    """Reduces a batch to the columns that the call reads, and refuses columns that are known to be missing."""
+    if columns.reads is None and not columns.readers:
+        return expression
+    try:
+        known = know_columns(expression)
+        existing = known[id(expression)]
+        if existing is not None:
+            columns.check(existing, expression)
+    except BatchError as error:
+        raise BatchError(f"{what}: {error}") from error
+    if columns.reads is None:
+        return expression
+    if existing is not None:
+        choose_columns(columns.reads, existing, what)
+    return prune(expression, columns.reads, known)
+
+
+def _refuse_nested(value: Any) -> None:
+    """Refuse a future right inside a container: there it would not be distributed."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    for item in items:
+        if isinstance(item, BatchFuture | CallFuture):
+            raise ProtocolError(STAYS_HERE)
+
+
+def know_columns(expression: Expression) -> dict[int, _Known]:
+    """By each node's id its columns, though calls need not have run; None where a method does not say what it writes.
+
+    Raises:
+        BatchError: for columns that are chosen, renamed or joined and do not fit.
+    """
+    return expression.fold(_know)
+
+
+def _know(node: Expression, below: Sequence[_Known]) -> _Known:
+    if isinstance(node, Leaf):
+        return node.source.columns
+    known = [columns for columns in below if columns is not None]
+    if len(known) == len(below):
+        return node.columns_over(known)
+    return known[0] if known and isinstance(node, Concat) else None  # its parts have the same columns
+
+
+class _Task(NamedTuple):
+    """A node, and which of its columns are wanted."""
+
+    node: Expression
+    wanted: frozenset[str]
+
+    @property
+    def key(self) -> tuple[int, frozenset[str]]:
+        return id(self.node), self.wanted
+
+
+class _Cut(NamedTuple):
+    """A pruned node: the tasks for its children, and the function that builds the node over their results."""
+
+    below: Sequence[_Task]
+    build: Callable[[Sequence[Expression]], Expression]
+
+
+def prune(expression: Expression, reads: Collection[str], known: Mapping[int, _Known] | None = None) -> Expression:
+    """An expression with the same rows, and of its columns at least those that a call reads, which waits for no others.
+
+    A reward reads the responses; that values were joined to the same batch must not make it wait for the critic.
+
+    A name that ends in `?` is one that the call can do without, so that it is not looked for where it is not.
+
+    One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
+    checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
+
+    Args:
+        expression: the batch.
+        reads: the columns that a call reads.
+        known: what `know_columns` answers for `expression`; None: it is asked here.
+
+    Raises:
+        BatchError: for known columns that are chosen, renamed or joined and do not fit.
+    """
+    if isinstance(expression, Leaf):
+        return expression
+    known = know_columns(expression) if known is None else known
+    there = known[id(expression)]
+    absent = set() if there is None else {name for name in reads if name.endswith("?") and name[:-1] not in there}
+    first = _Task(expression, _bare([name for name in reads if name not in absent]))
+    pruned: dict[tuple[int, frozenset[str]], Expression] = {}
+    stack = [first]
+    while stack:
+        below, build = _cut(stack[-1], known)
+        missing = [task for task in below if task.key not in pruned]
+        if missing:
+            stack += missing
+        else:
+            pruned[stack.pop().key] = build([pruned[task.key] for task in below])
+    return pruned[first.key]
+
+
+def _cut(task: _Task, known: Mapping[int, _Known]) -> _Cut:
+    node, wanted = task
+    if known[id(node)] is None and isinstance(node, Select | Rename):
+        return _Cut([], lambda _: node)  # its reader says whether its columns exist
+    match node:
+        case Select(batch, chosen):
+            if not wanted <= _bare(chosen):
+                return _Cut([], lambda _: node)  # its reader says what is missing, and what is there
+            kept = tuple(name for name in chosen if name.removesuffix("?") in wanted)
+            return _Cut([_Task(batch, _bare(kept))], lambda below: Select(below[0], kept))
+        case Rename(batch, names):
+            return _cut_rename(node, batch, names, wanted)
+        case Union():
+            return _cut_union(node, wanted, known[id(node.right)])
+        case Concat():
+            return _cut_concat(node, wanted)
+    return _Cut([_Task(child, wanted) for child in node.children()], lambda below: _put_over(node, below))
+
+
+def _cut_rename(rename: Rename, batch: Expression, names: Sequence[tuple[str, str]], wanted: frozenset[str]) -> _Cut:
+    kept = tuple((old, new) for old, new in names if new in wanted)
+    old_names = {new: old for old, new in kept}
+    if wanted & (dict(names).keys() - old_names.keys()):
+        return _Cut([], lambda _: rename)  # a name that is gone: its reader says so
+    own = frozenset(old_names.get(name, name) for name in wanted)
+    # Alone, so that no other column has a new name already.
+    columns = tuple(f"{name}?" for name in sorted(own))
+    return _Cut([_Task(batch, own)], lambda below: Rename(Select(below[0], columns), kept))
+
+
+def _cut_union(union: Union, wanted: frozenset[str], from_right: _Known) -> _Cut:
+    left, right = wanted, wanted
+    if from_right is not None:
+        left, right = wanted.difference(from_right), wanted.intersection(from_right)
+        if not left or not right:
+            return _Cut([_Task(union.right if right else union.left, wanted)], lambda below: below[0])
+    return _Cut([_Task(union.left, left), _Task(union.right, right)], lambda below: _put_over(union, below))
+
+
+def _cut_concat(concat: Concat, wanted: frozenset[str]) -> _Cut:
+    # Of one part more is cut away than of another, and all must have the same columns.
+    columns = tuple(f"{name}?" for name in sorted(wanted))
+    return _Cut(
+        [_Task(part, wanted) for part in concat.parts],
+        lambda below: Concat.over([part if isinstance(part, Concat) else Select(part, columns) for part in below]),
+    )
+
+
+def _put_over(node: Expression, below: Sequence[Expression]) -> Expression:
+    return type(node).over(below, *node.parameters()) if below else node
+
+
+def _bare(names: Sequence[str]) -> frozenset[str]:
+    """The names without the mark of those that may be missing."""
+    return frozenset(name.removesuffix("?") for name in names)

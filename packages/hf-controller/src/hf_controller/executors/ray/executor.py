@@ -30,7 +30,7 @@ from hf_controller.executors.ray.waiting import Inquirer, Waiter
 from hf_controller.executors.ray.wire import pack_once
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Deadline
-from hf_controller.groups.dispatch import Call
+from hf_controller.groups.call import Call
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import WorkerGroup

@@ -19,7 +19,7 @@ from hf_controller.data.results import Metrics
 from hf_controller.data.transport import Shard
 from hf_controller.executors.ray.handles import Delivered, LocalBatchHandle, Sealed
 from hf_controller.executors.ray.shipping import find_unpicklable
-from hf_controller.groups.dispatch import Call
+from hf_controller.groups.call import Call
 from hf_controller.trace import CallReport, Span
 from hf_protocols import ProtocolError
 from hf_protocols.foreign_code import Caught
