@@ -14,7 +14,7 @@ from hf_controller.data.algebra import Concat, Rename, Rows, Select, Union
 from hf_controller.data.assembly import Assembly, Part
 from hf_controller.data.expressions import Leaf, Source
 from hf_controller.data.gather import BatchReader, ShardTable
-from hf_controller.data.transport import encode_batch
+from hf_controller.data.results import encode_batch
 from hf_controller.executors.in_process import LocalStore
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_protocols import BatchError, RowSelection

@@ -7,7 +7,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_controller.data.transport import as_tensor, encode_batch
+from hf_controller.data.results import encode_batch
+from hf_controller.data.transport import as_tensor
 from hf_controller.executors.in_process import LocalStore
 from hf_protocols import BatchError, RowSelection
 

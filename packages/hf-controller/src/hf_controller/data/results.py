@@ -1,18 +1,24 @@
-"""Results of methods, checked against their registration and made ready to travel."""
+"""Results of methods: checked against their registration, and stored as shards that others can read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_controller.data.columns import CallColumns
-from hf_controller.data.transport import ObjectStore, Shard, encode_batch
+from hf_controller.data.transport import Column, ObjectStore, Shard
 from hf_controller.failures import Failure
 from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
-__all__ = ["Metrics", "Outcome", "Value", "publish"]
+if TYPE_CHECKING:
+    import torch
+    from tensordict import TensorDict
+
+__all__ = ["Metrics", "Outcome", "Value", "encode_batch", "publish"]
+
+_check = Checks(BatchError)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,61 @@ def publish(
     return shard
 
 
+def encode_batch(
+    batch: TensorDict, store: ObjectStore, *, selection: RowSelection | None = None, input_rows: int = 0
+) -> Shard:
+    """Put the columns of `batch` (batch_size [B]) into `store`.
+
+    Raises:
+        BatchError: for a batch_size that is not one number, a column that is not a dense or jagged tensor, or a
+            column's name that ends in `?`.
+    """
+    from tensordict import TensorDictBase
+
+    if not isinstance(batch, TensorDictBase):
+        raise BatchError(f"a batch is a TensorDict with batch_size [rows], got a {type(batch).__name__}")
+    if len(batch.batch_size) != 1:
+        raise BatchError(f"a batch has batch_size [rows], got {list(batch.batch_size)}: flatten or unsqueeze it first")
+    arrays: list[torch.Tensor] = []
+    lengths: dict[str, torch.Tensor] = {}
+    names = [str(name) for name in batch.keys()]  # noqa: SIM118 - a TensorDict iterates its rows
+    _check.columns("a batch's columns", names, may_lack=False)
+    for name in names:
+        values, row_lengths = _split_jagged(name, _get_column(batch, name))
+        arrays.append(values)
+        if row_lengths is not None:
+            lengths[name] = row_lengths
+    positions = {name: _append_once(arrays, row_lengths, len(names)) for name, row_lengths in lengths.items()}
+    columns = {
+        name: Column(
+            position=position,
+            dtype=str(values.dtype).removeprefix("torch."),
+            row_shape=tuple(values.shape[1:]),
+            lengths=positions.get(name),
+            num_bytes=values.numel() * values.element_size(),
+        )
+        for position, (name, values) in enumerate(zip(names, arrays, strict=False))
+    }
+    return Shard(
+        num_rows=int(batch.batch_size[0]),
+        columns=columns,
+        arrays=store.put([_as_array(values) for values in arrays]),
+        origin=store.origin,
+        selection=selection,
+        input_rows=input_rows,
+    )
+
+
+def _get_column(batch: TensorDict, name: str) -> Any:
+    try:
+        return batch.get(name)
+    except RuntimeError as error:  # a lazy stack of rows of different shapes
+        raise BatchError(
+            f"column {name} has rows of different shapes, which make no tensor: give rows of different lengths as a "
+            "jagged nested tensor"
+        ) from error
+
+
 def _check_metrics(returned: Any, what: str) -> dict[str, tuple[float, float]]:
     try:
         return {str(name): (_as_number(value), _as_number(count)) for name, (value, count) in returned.items()}
@@ -108,3 +169,66 @@ def _check_rows(num_rows: int, num_inputs: int, spec: MethodSpec, what: str) -> 
             f"{what} is registered with rows='times', got {num_inputs} rows and returned {num_rows}, which is not a "
             "multiple: return equally many rows for each, or register it with rows='unknown'"
         )
+
+
+def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Values on the host, contiguous, and the int32 lengths of a jagged column."""
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        raise BatchError(
+            f"column {show(name)} is a {type(value).__name__}; a batch has tensors only: "
+            "encode text as a jagged uint8 column, and flatten nested TensorDicts"
+        )
+    _check_storable(name, value)
+    value = value.detach()
+    if not value.is_nested:
+        return value.cpu().resolve_conj().resolve_neg().contiguous(), None
+    if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
+        raise BatchError(
+            f"column {show(name)} is a nested tensor that is not jagged in dim 1: "
+            "make it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
+        )
+    if value.lengths() is not None:
+        rows = value.unbind()
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        return torch.cat(rows).cpu(), lengths
+    offsets = value.offsets().cpu()
+    values = value.values()[int(offsets[0]) : int(offsets[-1])]
+    return values.cpu().contiguous(), offsets.diff().to(torch.int32)
+
+
+def _check_storable(name: str, value: torch.Tensor) -> None:
+    """Refuse what are not values of a type in one piece of memory."""
+    import torch
+
+    if value.is_meta:
+        raise BatchError(f"column {show(name)} is on the device meta and has no values: compute it first")
+    if not value.is_nested and value.layout is not torch.strided:
+        layout = str(value.layout).removeprefix("torch.")
+        raise BatchError(f"column {show(name)} is {layout}: make it dense, with .to_dense()")
+    if value.is_quantized:
+        raise BatchError(f"column {show(name)} is quantized: make it numbers, with .dequantize()")
+    if value.dtype is torch.complex32:
+        raise BatchError(f"column {show(name)} is complex32, which numpy lacks: make it another type, with .to(dtype)")
+
+
+def _append_once(arrays: list[torch.Tensor], row_lengths: torch.Tensor, begin: int) -> int:
+    """Position of `row_lengths` among the arrays from `begin` on, appended if it is not there."""
+    import torch
+
+    for position in range(begin, len(arrays)):
+        if torch.equal(row_lengths, arrays[position]):
+            return position
+    arrays.append(row_lengths)
+    return len(arrays) - 1
+
+
+def _as_array(values: torch.Tensor) -> Any:
+    """A numpy view of the same memory; types that numpy lacks are seen as bit patterns of the same width."""
+    import torch
+
+    try:
+        return values.numpy()
+    except TypeError:
+        return values.view({1: torch.uint8, 2: torch.int16}[values.element_size()]).numpy()

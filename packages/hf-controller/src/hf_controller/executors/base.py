@@ -145,7 +145,7 @@ class Executor(Dispatcher):
             BatchError: for a batch that cannot travel.
             PoolError: if the executor is closed.
         """
-        from hf_controller.data.transport import encode_batch
+        from hf_controller.data.results import encode_batch
 
         self._check_open()
         shard = encode_batch(batch, self._store)
