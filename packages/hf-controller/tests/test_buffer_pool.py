@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from hf_controller.data.assembly import BufferPool
+from hf_controller.data.buffer_pool import BufferPool
 
 
 @pytest.mark.parametrize(

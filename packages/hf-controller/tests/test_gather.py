@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hf_controller.data.algebra import Concat, Rename, Rows, Select, Union
-from hf_controller.data.assembly import Assembly, Part
-from hf_controller.data.expressions import Leaf, Source
-from hf_controller.data.gather import BatchReader, ShardTable
+from hf_controller.data.expressions import Leaf, ShardTable, Source
+from hf_controller.data.gather import Assembly, BatchReader, Part
 from hf_controller.data.results import encode_batch
 from hf_controller.executors.in_process import LocalStore
 from hf_controller.failures import Failure, UpstreamFailure

@@ -16,7 +16,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from hf_protocols import BatchError, RowSelection
+from hf_controller.data.transport import Column, Shard
+from hf_protocols import BatchError, Collection, RowIndex, RowSelection, compute_held_rows
+from hf_protocols.validation import show
 
 __all__ = [
     "Expression",
@@ -25,8 +27,10 @@ __all__ = [
     "Leaf",
     "Measures",
     "Segment",
+    "ShardTable",
     "Source",
     "Wanted",
+    "check_alike",
     "choose_columns",
     "list_columns",
 ]
@@ -294,6 +298,81 @@ class Leaf(Expression):
 
     def _descend(self, wanted: Wanted, measures: Measures) -> list[Wanted]:
         return []
+
+
+class ShardTable:
+    """A source whose metadata is known: its shards, and which logical rows each holds in its local order.
+
+    Working it out takes time and memory in proportion to the shards: readers in one process share it.
+
+    Args:
+        shards: what the collected ranks returned.
+        maker: the call that they returned it from, for messages.
+
+    Raises:
+        BatchError: if the shards disagree about columns, or about how many rows an input row became.
+    """
+
+    def __init__(self, shards: Sequence[Shard], maker: str) -> None:
+        self.shards = tuple(shards)
+        names = tuple(self.shards[0].columns)
+        for index, shard in enumerate(self.shards):
+            if set(shard.columns) != set(names):
+                raise BatchError(
+                    f"the ranks of {maker} returned different columns: {', '.join(sorted(names))} first, "
+                    f"{', '.join(sorted(shard.columns))} from collected rank number {index}"
+                )
+        for name in names:
+            columns = [(shard.columns[name], shard.num_rows) for shard in self.shards]
+            check_alike(name, columns, f"the results of the ranks of {maker}")
+        self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
+        self.held = _compute_held(self.shards, maker)
+
+    def find(self, rows: RowSelection) -> list[tuple[Shard, RowSelection]]:
+        """The shards that hold `rows`, each with its local rows, in order."""
+        pieces = self._index.find(rows)
+        return [(self.shards[piece.producer], piece.rows) for piece in pieces] or [(self.shards[0], RowSelection())]
+
+    @cached_property
+    def _index(self) -> RowIndex:
+        return RowIndex(self.held)
+
+
+def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection]:
+    """Rows follow the input's order where the method says so, else the order of the shards."""
+    selections = [shard.selection for shard in shards if shard.selection is not None]
+    num_inputs = sum(map(len, selections))
+    if len(selections) == len(shards) and num_inputs:
+        times = sum(shard.num_rows for shard in shards) // num_inputs
+        if any(shard.num_rows != len(rows) * times for shard, rows in zip(shards, selections, strict=True)):
+            counts = ", ".join(f"{len(rows)} -> {s.num_rows}" for s, rows in zip(shards, selections, strict=True))
+            raise BatchError(
+                f"{maker} is registered with rows='times' and made another number of rows of an input row on each rank "
+                f"({counts}): register it with rows='unknown'"
+            )
+        collection = Collection(ranks=tuple(range(len(shards))), combine="concat")
+        return compute_held_rows(collection, selections, shards[0].input_rows, times=times)
+    held, start = {}, 0
+    for index, shard in enumerate(shards):
+        held[index] = RowSelection.range(start, start + shard.num_rows)
+        start += shard.num_rows
+    return held
+
+
+def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
+    """Refuse columns of different kinds as one, though torch would join some of them: it takes the first one's type."""
+    kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
+    if len(kinds) > 1:
+        raise BatchError(
+            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a "
+            "reshape in "
+            "the method that returns it"
+        )
+
+
+def _describe_kind(column: Column) -> str:
+    rows = ["rows"] if column.lengths is None else ["rows", "tokens"]
+    return f"{column.dtype} [{', '.join([*rows, *map(str, column.row_shape)])}]"
 
 
 def choose_columns(asked: Iterable[str], existing: Sequence[str], what: str) -> tuple[str, ...]:

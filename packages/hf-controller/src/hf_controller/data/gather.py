@@ -1,86 +1,34 @@
-"""A reader's side: find the shards of its rows, fetch the columns it reads, and build one TensorDict of them."""
+"""A reader's side: find the shards of its rows, fetch the columns it reads, and build one TensorDict of them.
+
+Of shards on this machine whole arrays are there, of others slices are fetched. A column is a view where its rows are
+neighbours in one shard, otherwise one copy; or it is viewed in runs of rows.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_controller.data.assembly import Assembly, ColumnRuns, Part
-from hf_controller.data.expressions import Expression, Extent, Source
-from hf_controller.data.jagged import JaggedShapes
-from hf_controller.data.shard_cache import Holding, ShardCache, Taken
-from hf_controller.data.transport import Column, ObjectStore, Shard
+from hf_controller.data.buffer_pool import allocate_rows
+from hf_controller.data.expressions import Expression, Extent, ShardTable, Source, check_alike
+from hf_controller.data.jagged import JaggedShapes, compute_offsets
+from hf_controller.data.transport import Column, ObjectStore, Shard, SliceReply, SliceRequest, as_tensor
 from hf_controller.failures import Failure, UpstreamFailure
-from hf_protocols import BatchError, Collection, RowIndex, RowSelection, compute_held_rows
-from hf_protocols.validation import show
+from hf_protocols import RowSelection, route
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["BatchReader", "ShardTable"]
+__all__ = ["Assembly", "BatchReader", "ColumnRuns", "Holding", "Part", "ShardCache", "Taken"]
 
-
-class ShardTable:
-    """A source whose metadata is known: its shards, and which logical rows each holds in its local order.
-
-    Working it out takes time and memory in proportion to the shards: readers in one process share it.
-
-    Args:
-        shards: what the collected ranks returned.
-        maker: the call that they returned it from, for messages.
-
-    Raises:
-        BatchError: if the shards disagree about columns, or about how many rows an input row became.
-    """
-
-    def __init__(self, shards: Sequence[Shard], maker: str) -> None:
-        self.shards = tuple(shards)
-        names = tuple(self.shards[0].columns)
-        for index, shard in enumerate(self.shards):
-            if set(shard.columns) != set(names):
-                raise BatchError(
-                    f"the ranks of {maker} returned different columns: {', '.join(sorted(names))} first, "
-                    f"{', '.join(sorted(shard.columns))} from collected rank number {index}"
-                )
-        for name in names:
-            columns = [(shard.columns[name], shard.num_rows) for shard in self.shards]
-            _check_alike(name, columns, f"the results of the ranks of {maker}")
-        self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
-        self.held = _compute_held(self.shards, maker)
-
-    def find(self, rows: RowSelection) -> list[tuple[Shard, RowSelection]]:
-        """The shards that hold `rows`, each with its local rows, in order."""
-        pieces = self._index.find(rows)
-        return [(self.shards[piece.producer], piece.rows) for piece in pieces] or [(self.shards[0], RowSelection())]
-
-    @cached_property
-    def _index(self) -> RowIndex:
-        return RowIndex(self.held)
-
-
-def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection]:
-    """Rows follow the input's order where the method says so, else the order of the shards."""
-    selections = [shard.selection for shard in shards if shard.selection is not None]
-    num_inputs = sum(map(len, selections))
-    if len(selections) == len(shards) and num_inputs:
-        times = sum(shard.num_rows for shard in shards) // num_inputs
-        if any(shard.num_rows != len(rows) * times for shard, rows in zip(shards, selections, strict=True)):
-            counts = ", ".join(f"{len(rows)} -> {s.num_rows}" for s, rows in zip(shards, selections, strict=True))
-            raise BatchError(
-                f"{maker} is registered with rows='times' and made another number of rows of an input row on each rank "
-                f"({counts}): register it with rows='unknown'"
-            )
-        collection = Collection(ranks=tuple(range(len(shards))), combine="concat")
-        return compute_held_rows(collection, selections, shards[0].input_rows, times=times)
-    held, start = {}, 0
-    for index, shard in enumerate(shards):
-        held[index] = RowSelection.range(start, start + shard.num_rows)
-        start += shard.num_rows
-    return held
+# Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
+_MAX_RUNS = 16
 
 
 class BatchReader:
@@ -200,7 +148,7 @@ class BatchReader:
                     routes[key] = self._tables[segment.source].find(segment.rows)
                 taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
             parts = [(each.column, len(each.rows)) for each in taken[name]]
-            _check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
+            check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
         return taken
 
     def _build(self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]) -> torch.Tensor:
@@ -232,22 +180,305 @@ class BatchReader:
         return self._assemblies[tuple(parts)], firsts
 
 
-def _check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
-    """Refuse columns of different kinds as one, though torch would join some of them: it takes the first one's type."""
-    kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
-    if len(kinds) > 1:
-        raise BatchError(
-            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a "
-            "reshape in "
-            "the method that returns it"
-        )
-
-
-def _describe_kind(column: Column) -> str:
-    rows = ["rows"] if column.lengths is None else ["rows", "tokens"]
-    return f"{column.dtype} [{', '.join([*rows, *map(str, column.row_shape)])}]"
-
-
 def _count_bytes(column: Any) -> int:
     values = column.values() if column.is_nested else column
     return int(values.numel() * values.element_size())
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """Local rows taken from one column of one shard, in order."""
+
+    shard: Shard
+    name: str
+    rows: RowSelection
+
+    @property
+    def column(self) -> Column:
+        """The column's description."""
+        return self.shard.columns[self.name]
+
+
+class Holding:
+    """Arrays of a shard that are here, as tensors.
+
+    Args:
+        columns: descriptions of the columns.
+        arrays: arrays by column name.
+        lengths: int32 [rows] by position.
+    """
+
+    def __init__(self, columns: Mapping[str, Column], arrays: Mapping[str, Any], lengths: Mapping[int, Any]) -> None:
+        self._columns = columns
+        self._arrays = arrays
+        self._raw_lengths = lengths
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._lengths: dict[int, torch.Tensor] = {}
+
+    def values(self, name: str) -> torch.Tensor:
+        """A column's values; the same tensor every time."""
+        if name not in self.tensors:
+            self.tensors[name] = as_tensor(self._arrays[name], self._columns[name].dtype)
+        return self.tensors[name]
+
+    def lengths(self, position: int) -> torch.Tensor:
+        """Tokens per row; the same tensor every time."""
+        if position not in self._lengths:
+            self._lengths[position] = as_tensor(self._raw_lengths[position])
+        return self._lengths[position]
+
+
+class ShardCache:
+    """Fetches what a reader takes, all at once, and each shard once.
+
+    Attributes:
+        bytes_from_afar: bytes of columns that came from other machines.
+    """
+
+    def __init__(self, store: ObjectStore, timeout_s: float) -> None:
+        self.bytes_from_afar = 0
+        self._store = store
+        self._timeout_s = timeout_s
+        self._whole: dict[Shard, Holding] = {}
+        self._slices: dict[tuple[Shard, RowSelection], dict[str, Holding]] = {}
+
+    def hold(self, wanted: Sequence[Taken]) -> list[tuple[Holding, RowSelection]]:
+        """For each of `wanted` the arrays that have it, and its rows in them."""
+        by_shard: dict[Shard, list[Taken]] = {}
+        for each in wanted:
+            by_shard.setdefault(each.shard, []).append(each)
+        sliced: dict[Taken, RowSelection] = {}
+        for shard, taken in by_shard.items():
+            if self._pays_to_slice(shard, taken):
+                covers = _cover(taken)
+                sliced |= {each: covers[each.name] for each in taken}
+        self._fetch([each.shard for each in wanted if each not in sliced], sliced)
+        return [
+            self._find_slice(each, sliced[each]) if each in sliced else (self._whole[each.shard], each.rows)
+            for each in wanted
+        ]
+
+    def lengths(self, wanted: Sequence[Taken]) -> list[torch.Tensor]:
+        """Tokens of every row of each one's shard; of far shards nothing else is fetched."""
+        far = [each for each in wanted if each.shard not in self._whole and self._store.is_far(each.shard.origin)]
+        self._fetch([each.shard for each in wanted if each not in far], {})
+        requests = [SliceRequest((), RowSelection.range(0, each.shard.num_rows), (_lengths_of(each),)) for each in far]
+        handles = [self._store.request(each.shard, request) for each, request in zip(far, requests, strict=True)]
+        replies = dict(zip(far, self._store.get(handles, self._timeout_s) if handles else [], strict=True))
+        return [
+            as_tensor(replies[each].lengths[_lengths_of(each)])
+            if each in replies
+            else self._whole[each.shard].lengths(_lengths_of(each))
+            for each in wanted
+        ]
+
+    def written_columns(self) -> list[str]:
+        """Columns whose shared memory was written in place since they were fetched, by torch's count of such writes."""
+        holdings = [*self._whole.values(), *(h for by_name in self._slices.values() for h in by_name.values())]
+        return sorted({name for each in holdings for name, tensor in each.tensors.items() if tensor._version})
+
+    def _pays_to_slice(self, shard: Shard, taken: Sequence[Taken]) -> bool:
+        """Not for a shard that is taken as a whole: that one moves in one piece."""
+        if shard in self._whole or not self._store.is_far(shard.origin):
+            return False
+        everything = RowSelection.range(0, shard.num_rows)
+        return {each.name for each in taken} != set(shard.columns) or any(each.rows != everything for each in taken)
+
+    def _fetch(self, whole: Iterable[Shard], sliced: Mapping[Taken, RowSelection]) -> None:
+        shards = [shard for shard in dict.fromkeys(whole) if shard not in self._whole]
+        columns: dict[tuple[Shard, RowSelection], dict[str, Column]] = {}
+        for taken, cover in sliced.items():
+            if taken.name not in self._slices.get((taken.shard, cover), {}):
+                columns.setdefault((taken.shard, cover), {})[taken.name] = taken.column
+        requests = [
+            self._store.request(shard, SliceRequest(tuple((c.position, c.lengths) for c in by_name.values()), cover))
+            for (shard, cover), by_name in columns.items()
+        ]
+        handles = [*(shard.arrays for shard in shards), *requests]
+        values = self._store.get(handles, self._timeout_s) if handles else []
+        for shard, arrays in zip(shards, values, strict=False):
+            self._keep_whole(shard, arrays)
+        for ((shard, cover), by_name), reply in zip(columns.items(), values[len(shards) :], strict=True):
+            self._keep_slice(shard, cover, by_name, reply)
+
+    def _keep_whole(self, shard: Shard, arrays: Sequence[Any]) -> None:
+        by_name = {name: arrays[column.position] for name, column in shard.columns.items()}
+        self._whole[shard] = Holding(shard.columns, by_name, dict(enumerate(arrays)))
+        if self._store.is_far(shard.origin):
+            self.bytes_from_afar += shard.num_bytes
+
+    def _keep_slice(self, shard: Shard, cover: RowSelection, columns: Mapping[str, Column], reply: SliceReply) -> None:
+        holding = Holding(shard.columns, dict(zip(columns, reply.values, strict=True)), reply.lengths)
+        self._slices.setdefault((shard, cover), {}).update(dict.fromkeys(columns, holding))
+        self.bytes_from_afar += sum(values.nbytes for values in reply.values)
+
+    def _find_slice(self, taken: Taken, cover: RowSelection) -> tuple[Holding, RowSelection]:
+        holding = self._slices[taken.shard, cover][taken.name]
+        if taken.rows == cover:
+            return holding, RowSelection.range(0, len(cover))
+        pieces = route({0: cover}, [taken.rows]).pieces[0]
+        return holding, pieces[0].rows if pieces else RowSelection()
+
+
+def _cover(taken: Sequence[Taken]) -> dict[str, RowSelection]:
+    """The rows that are taken of each column of a shard, each once and ascending."""
+    selections: dict[str, list[RowSelection]] = {}
+    for each in taken:
+        selections.setdefault(each.name, []).append(each.rows)
+    return {
+        name: rows[0]
+        if len(rows) == 1 and _ascends(rows[0])
+        else RowSelection.from_rows(sorted({row for each in rows for row in each}))
+        for name, rows in selections.items()
+    }
+
+
+def _lengths_of(taken: Taken) -> int:
+    assert taken.column.lengths is not None
+    return taken.column.lengths
+
+
+def _ascends(rows: RowSelection) -> bool:
+    ends = [0]
+    for start, stop in rows.intervals:
+        if start < ends[-1]:
+            return False
+        ends.append(stop)
+    return True
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows to take, in order, from array number `array`: several parts may take from one array."""
+
+    array: int
+    rows: RowSelection
+
+
+class Assembly:
+    """Assembles the rows of one or more columns from arrays; index tensors are computed once for all columns.
+
+    Args:
+        parts: what to take, in the order of the result.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        self._runs = [(part.array, start, stop) for part in parts for start, stop in part.rows.intervals]
+        self._tokens: dict[tuple[int, ...], tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]] = {}
+
+    def build_dense(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """[rows, *row_shape] from arrays of that form."""
+        if not self._runs:
+            return arrays[0][:0]
+        if len(self._runs) == 1:
+            array, start, stop = self._runs[0]
+            return arrays[array][start:stop]
+        if len(self._runs) <= _MAX_RUNS:
+            return _join([arrays[array][start:stop] for array, start, stop in self._runs])
+        return _scatter(arrays, self._row_indices)
+
+    def build_jagged(
+        self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], shapes: JaggedShapes
+    ) -> torch.Tensor:
+        """A jagged [rows, tokens, *row_shape] from flat values [all tokens, *row_shape] and lengths [rows].
+
+        `lengths` of several columns that are the same objects are worked out once.
+        """
+        shape = shapes.of(self.build_dense(lengths))
+        if len(self._runs) <= _MAX_RUNS:
+            starts = [compute_offsets(each) for each in lengths]
+            spans = [(array, int(starts[array][low]), int(starts[array][high])) for array, low, high in self._runs]
+            pieces = [arrays[array][low:high] for array, low, high in spans]
+            values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else _join(pieces)
+        else:
+            values = _scatter(arrays, self._token_indices(lengths, shape.offsets))
+        return shape.fill(values)
+
+    @cached_property
+    def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        """For every array that is read: (array, its rows, their places in the result)."""
+        arrays, starts, stops = torch.tensor(self._runs).unbind(1)
+        counts = stops - starts
+        places = counts.cumsum(0) - counts
+        indices = []
+        for array in dict.fromkeys(arrays.tolist()):
+            (runs,) = (arrays == array).nonzero(as_tuple=True)
+            source, target = (_count_on(each[runs], counts[runs]) for each in (starts, places))
+            indices.append((array, source, target))
+        return indices
+
+    def _token_indices(
+        self, lengths: Sequence[torch.Tensor], offsets: torch.Tensor
+    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+        key = tuple(map(id, lengths))
+        if key not in self._tokens:
+            indices = []
+            for array, source, target in self._row_indices:
+                counts = lengths[array].index_select(0, source).long()
+                starts = compute_offsets(lengths[array]).index_select(0, source)
+                places = offsets.index_select(0, target)
+                indices.append((array, _count_on(starts, counts), _count_on(places, counts)))
+            self._tokens[key] = offsets, indices
+        return self._tokens[key][1]
+
+
+def _count_on(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """For every run its start and the numbers after it, as many as it counts, one run after another."""
+    within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return starts.repeat_interleave(counts) + within
+
+
+def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The rows of `pieces` one after another, in new memory."""
+    result = allocate_rows(sum(map(len, pieces)), pieces[0])
+    return torch.cat(list(pieces), out=result)
+
+
+def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    total = sum(len(target) for _, _, target in indices)
+    result = allocate_rows(total, arrays[indices[0][0]])
+    for array, source, target in indices:
+        result.index_copy_(0, target, arrays[array].index_select(0, source))
+    return result
+
+
+class ColumnRuns:
+    """A column in pieces.
+
+    Args:
+        taken: what is taken, in order.
+        held: for each the arrays that have it, and its rows in them.
+        shapes: those of the reader.
+    """
+
+    def __init__(
+        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]], shapes: JaggedShapes
+    ) -> None:
+        self._shapes = shapes
+        self._runs = [
+            (each, holding, start, stop)
+            for each, (holding, rows) in zip(taken, held, strict=True)
+            for start, stop in rows.intervals
+        ]
+        self._empty = (taken[0], held[0][0], 0, 0)
+        self._ends = list(accumulate(stop - start for _, _, start, stop in self._runs))
+
+    @property
+    def borders(self) -> list[int]:
+        """Rows at which a run ends."""
+        return self._ends
+
+    def view(self, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop - 1` of the column, which lie within one run."""
+        run = bisect_right(self._ends, start) if start < stop else -1
+        taken, holding, first, last = self._runs[run] if run >= 0 else self._empty
+        offset = 0 if run <= 0 else self._ends[run - 1]
+        low, high = first + start - offset, first + stop - offset
+        assert run < 0 or high <= last
+        values = holding.values(taken.name)
+        if taken.column.lengths is None:
+            return values[low:high]
+        lengths = holding.lengths(taken.column.lengths)
+        begin, shape = int(lengths[:low].sum()), self._shapes.of(lengths[low:high])
+        return shape.fill(values[begin : begin + int(shape.offsets[-1])])

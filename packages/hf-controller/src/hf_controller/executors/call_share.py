@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from hf_protocols import MethodSpec, RowSelection, Topology
 
 if TYPE_CHECKING:
-    from hf_controller.data.expressions import Source
-    from hf_controller.data.gather import ShardTable
+    from hf_controller.data.expressions import ShardTable, Source
 
 __all__ = ["CallShare"]
 
