@@ -2,7 +2,7 @@
 
 A tree says how a batch follows from the results of earlier calls (its sources). It is small and picklable: it travels
 to the ranks in place of the batch, and each rank asks it only where its own rows are (`Expression.locate`).
-Rows are row numbers of the tree's own (logical) order; where they lie in shards is the transport's business.
+Rows are row numbers of the tree's own (logical) order. `ShardTable` says in which shards the rows of a source lie.
 
 A program's loops make trees as deep as they are long, so nothing here recurses over a tree, and pickle does not either.
 """

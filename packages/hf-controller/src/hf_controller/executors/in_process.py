@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.data.transport import take_slices
 from hf_controller.executors.base import Executor, check_pool, check_specs
-from hf_controller.executors.call_share import CallShare
 from hf_controller.executors.rank_copies import RandomStream, copy_object
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
@@ -31,7 +30,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_controller.data.results import Outcome
     from hf_controller.data.transport import Shard, SliceRequest
-    from hf_controller.executors.rank_runtime import RankRuntime
+    from hf_controller.executors.rank_runtime import CallShare, RankRuntime
 
 __all__ = ["InProcessExecutor", "LocalStore"]
 
@@ -311,6 +310,8 @@ class InProcessExecutor(Executor):
         return _LocalRank(host, stream)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
+        from hf_controller.executors.rank_runtime import CallShare
+
         if group not in self._hosts:
             raise PoolError(f"group {group.role!r} is closed: its pool {group.pool.name!r} was released")
         if group in self._failed:

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from hf_controller.data.algebra import Select
 from hf_controller.data.columns import CallColumns, columns_of
+from hf_controller.data.expressions import ShardTable, Source
 from hf_controller.data.gather import BatchReader
 from hf_controller.data.results import Outcome, publish
 from hf_controller.data.transport import ObjectStore, Shard
-from hf_controller.executors.call_share import CallShare
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.groups.call import BatchArgument, Call, StoredArgument
 from hf_controller.groups.worker import Worker, WorkerSpec, takes_pieces
 from hf_controller.trace import CallReport, Span
-from hf_protocols import BatchError, ProtocolError, RowSelection, registered_methods
+from hf_protocols import BatchError, MethodSpec, ProtocolError, RowSelection, Topology, registered_methods
 from hf_protocols.foreign_code import Caught
 
-__all__ = ["RankRuntime", "Stage", "close_workers"]
+__all__ = ["CallShare", "RankRuntime", "Stage", "close_workers"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -66,6 +66,45 @@ class _Inputs(NamedTuple):
     """Rows of the whole of it."""
     reader: BatchReader | None = None
     """Knows whether shared memory was written."""
+
+
+class CallShare:
+    """The tables and splits that all ranks of a call work out alike: once for ranks that run in one process.
+
+    It takes time that grows with the number of ranks, which ranks in processes of their own take each.
+
+    Args:
+        spec: the method's registration.
+        topology: layout of the group.
+
+    Attributes:
+        tables: the sources of the call's inputs that were looked up so far.
+    """
+
+    def __init__(self, spec: MethodSpec, topology: Topology) -> None:
+        self.tables: dict[Source, ShardTable] = {}
+        self._spec = spec
+        self._topology = topology
+        self._splits: dict[int, list[RowSelection]] = {}
+        self._collected: frozenset[int] | None = None
+
+    def rows_of(self, rank: int, num_rows: int, weigh: Callable[[], list[float] | None]) -> RowSelection:
+        """A rank's rows of a batch. Batches of equally many rows are split alike, so that their rows stay side by side.
+
+        Args:
+            rank: the rank.
+            num_rows: rows of the whole batch.
+            weigh: answers the tokens per row of the first such batch, or None.
+        """
+        if num_rows not in self._splits:
+            self._splits[num_rows] = self._spec.protocol.distribute(self._topology, num_rows, weigh())
+        return self._splits[num_rows][rank]
+
+    def collects(self, rank: int) -> bool:
+        """True if the rank's result is part of the call's."""
+        if self._collected is None:
+            self._collected = frozenset(self._spec.protocol.collect(self._topology).ranks)
+        return rank in self._collected
 
 
 class RankRuntime:
