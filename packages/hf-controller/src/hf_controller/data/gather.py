@@ -69,10 +69,10 @@ class BatchReader:
         """
         sources = dict.fromkeys(source for expression in expressions for source in expression.sources())
         missing = [source for source in sources if source not in self._tables]
-        handles = [each for source in missing for each in source.shards if not isinstance(each, Shard)]
+        handles = [each for source in missing for each in source.shards if not isinstance(each, Shard | Failure)]
         values = iter(self._store.get(handles, self._timeout_s) if handles else [])
         for source in missing:
-            shards = [each if isinstance(each, Shard) else next(values) for each in source.shards]
+            shards: list[Any] = [each if isinstance(each, Shard | Failure) else next(values) for each in source.shards]
             for shard in shards:
                 if isinstance(shard, Failure):
                     raise UpstreamFailure(shard)

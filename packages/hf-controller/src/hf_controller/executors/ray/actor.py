@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
-from hf_controller.data.results import Value
-from hf_controller.data.transport import Shard
 from hf_controller.executors.ray.host_process import Location, find_location, own_origin
 from hf_controller.executors.ray.log_prefix import attribute_streams
-from hf_controller.executors.ray.store import HostStore, pack_shard
-from hf_controller.executors.ray.wire import pack_answer, unpack_call
+from hf_controller.executors.ray.store import HostStore
+from hf_controller.executors.ray.wire import CallServer
 from hf_controller.failures import Failure
 from hf_controller.groups.default_group import (
     Rendezvous,
@@ -31,10 +29,8 @@ from hf_controller.groups.default_group import (
     seed_generators,
 )
 from hf_controller.groups.worker import Connection, Worker, WorkerContext, WorkerSpec, construct_worker
-from hf_controller.trace import CallReport, refuse
 
 if TYPE_CHECKING:
-    from hf_controller.data.results import Outcome
     from hf_controller.data.transport import SliceReply, SliceRequest
 
 __all__ = ["Construction", "HostActor", "Joining", "Slicer"]
@@ -100,7 +96,7 @@ class Joining:
     timeout_s: float
 
 
-class HostActor:
+class HostActor(CallServer):
     """One rank's process. Calls run one after another; questions about the process are answered while a call runs.
 
     Args:
@@ -111,18 +107,12 @@ class HostActor:
     """
 
     def __init__(self, name: str, rank: int, world_size: int, slicer: str | None) -> None:
-        self._slicer = slicer
-        self._name = name
-        self._rank = rank
+        super().__init__(name, rank, slicer)
         self._world_size = world_size
-        self._host: Any = None
         self._workers: dict[str, Worker] = {}
-        self._pool = ""
         self._rendezvous_stores: dict[str, Any] = {}
         self._given_up: set[str] = set()
         self._thread: int | None = None
-        self._unbuilt: Failure | None = None
-        self._role = name
 
     def __repr__(self) -> str:
         # Ray puts it before every printed line; the line itself says role and rank.
@@ -213,41 +203,6 @@ class HostActor:
         connection = self._workers[role].context.connections.pop(name, None)
         if connection is not None:
             leave_joint_group(connection.group)
-
-    # One variable argument, which Ray binds in half the time of three, for every rank of every call.
-    def run(self, *message: Any) -> Any:
-        """Run one call that returns metrics: its answer."""
-        return pack_answer(*self._run(message))
-
-    @ray.method(num_returns=2)
-    def run_apart(self, *message: Any) -> tuple[Any, Any]:
-        """Run one call that returns a batch or an object: its answer, with the metadata for readers on other machines
-        if there are any, and the contents: the shard for readers on this one, or the object.
-        """
-        outcome, report = self._run(message)
-        if isinstance(outcome, Value):
-            return pack_answer(None, report), outcome
-        metadata, contents = pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
-        return pack_answer(metadata if self._slicer is not None else None, report), contents
-
-    def _run(self, message: tuple[Any, ...]) -> tuple[Outcome, CallReport]:
-        call = unpack_call(*message)
-        if self._host is None:
-            assert self._unbuilt is not None
-            return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
-        self._role = call.role
-        try:
-            outcome, report = self._host.run(call)
-        finally:
-            self._role = self._name
-        if report.failure is None or report.failure.exception is None:
-            return outcome, report
-        # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
-        failure = replace(report.failure, exception=None)
-        del outcome
-        report = report._replace(failure=failure)
-        gc.collect()
-        return failure, report
 
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:

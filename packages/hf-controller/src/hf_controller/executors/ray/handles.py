@@ -1,15 +1,15 @@
-"""References of results as they travel in calls."""
+"""References of results as they travel in calls, and shards that came with their arrays."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ray import cloudpickle
 
-__all__ = ["Delivered", "LocalBatchHandle", "Sealed", "SplitBatchHandle", "ValueHandle"]
+__all__ = ["Fetched", "LocalBatchHandle", "Sealed", "SplitBatchHandle", "ValueHandle", "attach"]
 
 
 class Sealed:
@@ -48,7 +48,7 @@ class LocalBatchHandle:
     """Handle of one rank's part of a batch whose readers are all on this machine.
 
     Attributes:
-        contents: reference of the shard with its arrays, see `pack_shard`, or the failure.
+        contents: reference of the shard with its arrays, see `CallServer.run_apart`, or the failure.
     """
 
     contents: Any
@@ -60,17 +60,10 @@ class SplitBatchHandle:
 
     Attributes:
         metadata: reference of the answer with the shard's metadata, or the failure; a far reader fetches it whole.
-        contents: reference of the shard with its arrays, see `pack_shard`, or the failure.
+        contents: reference of the shard with its arrays, see `CallServer.run_apart`, or the failure.
     """
 
     metadata: Any
-    contents: Any
-
-
-@dataclass(frozen=True)
-class Delivered:
-    """The contents of a `LocalBatchHandle` that came with the call."""
-
     contents: Any
 
 
@@ -79,3 +72,18 @@ class ValueHandle:
     """Reference of the object that a method returned, or of the failure."""
 
     contents: Any
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Arrays that came with their metadata."""
+
+    arrays: Any
+
+
+def attach(contents: Any) -> Any:
+    """Returns the shard with the arrays that came with it, or behind its own reference; a failure as it is."""
+    if not isinstance(contents, tuple):
+        return contents
+    shard, arrays = contents
+    return shard if arrays is None else replace(shard, arrays=Fetched(arrays))

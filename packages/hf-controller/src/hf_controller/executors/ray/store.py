@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from hf_controller.executors.ray.handles import Delivered, LocalBatchHandle, Sealed, SplitBatchHandle, ValueHandle
+from hf_controller.executors.ray.handles import Fetched, LocalBatchHandle, Sealed, SplitBatchHandle, ValueHandle, attach
 from hf_controller.executors.ray.host_process import find_maker, own_origin
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import CLOSED, LostResultError
@@ -25,11 +25,7 @@ __all__ = [
     "Origin",
     "RayStore",
     "describe_unread",
-    "pack_shard",
 ]
-
-# Ray hands smaller results around through the caller, and the controller touches no tensor.
-_MIN_RETURNED_BYTES = 128 * 1024
 
 _LOOK_UP_TIMEOUT_MS = 5000
 _WHY_LATE = "an earlier call hangs, or call_timeout_s is too small"
@@ -40,13 +36,6 @@ class _Arrays:
     """The arrays in the contents of a `SplitBatchHandle`, for a reader that has the metadata."""
 
     contents: Any
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """Arrays that came with their metadata."""
-
-    arrays: Any
 
 
 @dataclass(frozen=True)
@@ -105,11 +94,11 @@ class RayStore:
         }
         contents = self._get(list(near.values()), max(0.0, deadline_s - time.monotonic()))
         for index, value in zip(near, contents, strict=True):
-            values[index] = _attach(value)
+            values[index] = attach(value)
         return values
 
     def _get(self, references: Sequence[Any], timeout_s: float) -> list[Any]:
-        asked = [reference for reference in references if not isinstance(reference, _Fetched | Delivered)]
+        asked = [reference for reference in references if not isinstance(reference, Fetched)]
         self._check_open()
         try:
             found = iter(ray.get(asked, timeout=timeout_s) if asked else [])
@@ -122,7 +111,7 @@ class RayStore:
             raise LostResultError(
                 f"an earlier call's result is lost: {_first_line(error)}", find_maker(error)
             ) from error
-        return [_contents(each) if isinstance(each, _Fetched | Delivered) else next(found) for each in references]
+        return [each.arrays if isinstance(each, Fetched) else next(found) for each in references]
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
         """Waits until the values exist, or the process that would make them is gone.
@@ -160,24 +149,11 @@ class RayStore:
 
 
 class HostStore(RayStore):
-    """The store of a rank's process: what a call returns travels with its answer, see `pack_shard`."""
+    """The store of a rank's process: what a call returns travels with its answer, see `CallServer.run_apart`."""
 
     def put(self, value: Any) -> Any:
         """Keep the arrays until the call answers."""
-        return _Fetched(value)
-
-
-def pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
-    """Packs a call's result: metadata for readers on other machines, metadata with arrays for those on its own.
-
-    A large shard is one object with its metadata, as fast as a bare result; of a small one the arrays are put apart.
-    """
-    arrays = shard.arrays.arrays
-    if sum(array.nbytes for array in arrays) < _MIN_RETURNED_BYTES:
-        stored = replace(shard, arrays=Sealed(ray.put(arrays)))
-        return stored, (stored, None)
-    bare = replace(shard, arrays=None)
-    return bare, (bare, arrays)
+        return Fetched(value)
 
 
 def describe_unread(references: Sequence[Any]) -> str:
@@ -203,10 +179,6 @@ def describe_unread(references: Sequence[Any]) -> str:
     )
 
 
-def _contents(here: _Fetched | Delivered) -> Any:
-    return here.arrays if isinstance(here, _Fetched) else here.contents
-
-
 def _first_reference(handle: Any) -> Any:
     if isinstance(handle, SplitBatchHandle):
         return handle.metadata
@@ -224,15 +196,7 @@ def _open(handle: Any, value: Any) -> Any:
         return outcome
     if isinstance(handle, _Arrays):
         return value[1]
-    return _attach(value) if isinstance(handle, LocalBatchHandle | Delivered) else value
-
-
-def _attach(contents: Any) -> Any:
-    """The shard with the arrays that came with it, or behind its own reference; a failure as it is."""
-    if not isinstance(contents, tuple):
-        return contents
-    shard, arrays = contents
-    return shard if arrays is None else replace(shard, arrays=_Fetched(arrays))
+    return attach(value) if isinstance(handle, LocalBatchHandle) else value
 
 
 def _first_line(error: RayError) -> str:

@@ -1,4 +1,6 @@
-"""Calls and answers as bytes: Ray carries bytes several times faster than objects, and a call is packed once for all
+"""A call on its way: packed, run in a rank's process, and answered.
+
+Calls and answers are bytes: Ray carries bytes several times faster than objects, and a call is packed once for all
 ranks.
 
 Object references travel next to the bytes, where Ray sees them and counts them.
@@ -6,6 +8,7 @@ Object references travel next to the bytes, where Ray sees them and counts them.
 
 from __future__ import annotations
 
+import gc
 import io
 import pickle
 from collections.abc import Sequence
@@ -15,23 +18,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray import cloudpickle
 
-from hf_controller.data.results import Metrics
+from hf_controller.data.results import Metrics, Value
 from hf_controller.data.transport import Shard
-from hf_controller.executors.ray.handles import Delivered, LocalBatchHandle, Sealed
+from hf_controller.executors.ray.handles import LocalBatchHandle, Sealed, attach
 from hf_controller.executors.ray.shipping import find_unpicklable
 from hf_controller.groups.call import Call
-from hf_controller.trace import CallReport, Span
+from hf_controller.trace import CallReport, Span, refuse
 from hf_protocols import ProtocolError
 from hf_protocols.foreign_code import Caught
 
 if TYPE_CHECKING:
     from hf_controller.data.results import Outcome
+    from hf_controller.failures import Failure
 
-__all__ = ["PackedCall", "pack_answer", "pack_call", "pack_once", "unpack_answer", "unpack_call"]
-
+__all__ = ["CallServer", "PackedCall", "pack_answer", "pack_call", "pack_once", "unpack_answer", "unpack_call"]
 
 _MAX_SENT_BYTES = 8 * 1024
 _MAX_SENT_REFERENCES = 64
+# Ray hands smaller results around through the caller, and the controller touches no tensor.
+_MIN_RETURNED_BYTES = 128 * 1024
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -71,7 +76,7 @@ class _CallPickler(cloudpickle.CloudPickler):
 class _CallUnpickler(pickle.Unpickler):
     def __init__(self, source: io.BytesIO, references: Sequence[Any], batches: Sequence[Any]) -> None:
         super().__init__(source)
-        self._found = {"reference": references, "batch": [Delivered(contents) for contents in batches]}
+        self._found = {"reference": references, "batch": [attach(contents) for contents in batches]}
 
     def persistent_load(self, key: tuple[str, int]) -> Any:
         kind, number = key
@@ -122,6 +127,60 @@ def _is_plain(call: Call) -> bool:
     return not call.after and all(type(value) in _PLAIN_TYPES for value in given)
 
 
+class CallServer:
+    """Runs the calls of one rank's process, one after another.
+
+    Args:
+        name: the host set's name: its roles.
+        rank: this rank.
+        slicer: the name under which other machines ask this process for slices; None where there are none.
+    """
+
+    def __init__(self, name: str, rank: int, slicer: str | None) -> None:
+        self._name = name
+        self._rank = rank
+        self._slicer = slicer
+        self._host: Any = None
+        self._pool = ""
+        self._unbuilt: Failure | None = None
+        self._role = name
+
+    # One variable argument, which Ray binds in half the time of three, for every rank of every call.
+    def run(self, *message: Any) -> Any:
+        """Run one call that returns metrics: its answer."""
+        return pack_answer(*self._run(message))
+
+    @ray.method(num_returns=2)
+    def run_apart(self, *message: Any) -> tuple[Any, Any]:
+        """Run one call that returns a batch or an object: its answer, with the metadata for readers on other machines
+        if there are any, and the contents: the shard for readers on this one, or the object.
+        """
+        outcome, report = self._run(message)
+        if isinstance(outcome, Value):
+            return pack_answer(None, report), outcome
+        metadata, contents = _pack_shard(outcome) if isinstance(outcome, Shard) else (outcome, outcome)
+        return pack_answer(metadata if self._slicer is not None else None, report), contents
+
+    def _run(self, message: tuple[Any, ...]) -> tuple[Outcome, CallReport]:
+        call = unpack_call(*message)
+        if self._host is None:
+            assert self._unbuilt is not None
+            return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
+        self._role = call.role
+        try:
+            outcome, report = self._host.run(call)
+        finally:
+            self._role = self._name
+        if report.failure is None or report.failure.exception is None:
+            return outcome, report
+        # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
+        failure = replace(report.failure, exception=None)
+        del outcome
+        report = report._replace(failure=failure)
+        gc.collect()
+        return failure, report
+
+
 def unpack_call(packed: bytes, references: Sequence[Any] = (), *batches: Any) -> Call:
     """The call, from `PackedCall.message`."""
     if not references and not batches:
@@ -138,6 +197,19 @@ def pack_answer(outcome: Outcome, report: CallReport) -> Any:
     left = outcome.sums if isinstance(outcome, Metrics) else outcome
     packed = pickle.dumps((left, tuple(report.span), *report[1:]), protocol=pickle.HIGHEST_PROTOCOL)
     return packed if reference is None else (packed, reference)
+
+
+def _pack_shard(shard: Shard) -> tuple[Shard, tuple[Shard, Any]]:
+    """Returns metadata for readers on other machines, and metadata with arrays for those on its own.
+
+    A large shard is one object with its metadata, as fast as a bare result; of a small one the arrays are put apart.
+    """
+    arrays = shard.arrays.arrays
+    if sum(array.nbytes for array in arrays) < _MIN_RETURNED_BYTES:
+        stored = replace(shard, arrays=Sealed(ray.put(arrays)))
+        return stored, (stored, None)
+    bare = replace(shard, arrays=None)
+    return bare, (bare, arrays)
 
 
 def unpack_answer(answer: Any) -> tuple[Outcome, CallReport]:
