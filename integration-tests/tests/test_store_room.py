@@ -52,6 +52,8 @@ def test_the_batches_of_an_iteration_are_below_their_bound(
     keys = {**FULL_LENGTH, "run.iterations": 1, "reward.function": reward, **keys}
     if keys["algorithm.name"] == "safe_rlhf":
         keys["cost.function"] = reward
+        (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "1+1=2 " * 500}) + "\n")
+        keys |= {"data.pretraining": str(tmp_path / "texts.jsonl"), "data.block_tokens": 64, "model.max_positions": 64}
     if keys["algorithm.name"] == "distillation":
         train(config=small_config, set={**FULL_LENGTH, "run.iterations": 1, "run.output_dir": str(tmp_path / "first")})
         keys["roles.teacher.path"] = str(tmp_path / "first" / "initial_model")
