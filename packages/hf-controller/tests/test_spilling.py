@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from tensordict import TensorDict
 
 from hf_controller.executors.ray.spilling import SpillCheck
 
@@ -69,3 +71,16 @@ def test_spilling_names_the_key_of_the_size(tmp_path, caplog):
         "cluster.object_store_bytes=104857600 (RayExecutor(object_store_bytes=...)): the object store"
     )
     assert f"to files in '{tmp_path}'" in line
+
+
+def test_a_batch_above_the_store_is_announced_once(ray_executor, monkeypatch, caplog):
+    monkeypatch.setattr(ray_executor._cluster, "_spilling", SpillCheck([], 4096))
+    ray_executor.put(TensorDict({"x": torch.ones(8, 128)}, batch_size=[8]))
+    assert not caplog.records
+    for _ in range(2):
+        batch = ray_executor.put(TensorDict({"x": torch.ones(8, 128), "y": torch.ones(8)}, batch_size=[8]))
+    (line,) = caplog.messages
+    assert line.startswith(
+        "cluster.object_store_bytes=4096 (RayExecutor(object_store_bytes=...)): a batch of 4128 bytes"
+    )
+    assert batch.result()["x"].sum() == 1024

@@ -141,6 +141,11 @@ class Cluster:
                 is_local=False,
             )
 
+    def announce(self, num_bytes: int) -> None:
+        """Warns, once, of a batch of so many bytes that is about to be stored and does not fit in a local cluster."""
+        if self._spilling is not None and self._spilling.announce(num_bytes):
+            self._spilling = None
+
     def describe_stopped(self) -> list[str]:
         """The cluster's own processes that a signal such as SIGSTOP holds."""
         return [name for name, process in self._services.items() if is_stopped(process.pid)]

@@ -125,7 +125,7 @@ class RayExecutor(Executor):
         # Joined clusters have other machines, whose ranks ask for slices of what the controller puts.
         self._slicer: Any
         self._slicer, slicer_name = _start_slicer() if self._joined else (None, None)
-        self._store = self._ray_store = RayStore(slicer_name)
+        self._store = self._ray_store = RayStore(slicer_name, announce=self._cluster.announce)
         self._guard.install()
 
     def build_groups(

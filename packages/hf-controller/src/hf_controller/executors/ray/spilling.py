@@ -1,4 +1,4 @@
-"""Says once that the object store of a local cluster is too small."""
+"""Says once that the object store of a local cluster is too small: before a batch is stored, or afterwards."""
 
 from __future__ import annotations
 
@@ -26,6 +26,21 @@ class SpillCheck:
     def __init__(self, sessions: Sequence[str], store_bytes: int) -> None:
         self._sessions = [Path(session) for session in sessions]
         self._store_bytes = store_bytes
+
+    def announce(self, num_bytes: int) -> bool:
+        """Returns True if a batch of so many bytes is larger than the whole store, with a warning in the log.
+
+        Ray puts such a batch in a file of its own, which `look` does not find.
+        """
+        if num_bytes <= self._store_bytes:
+            return False
+        _LOG.warning(
+            "cluster.object_store_bytes=%d (RayExecutor(object_store_bytes=...)): a batch of %d bytes is larger than "
+            "the object store, and Ray puts it in a file, which is slow. Raise it, or split the batch",
+            self._store_bytes,
+            num_bytes,
+        )
+        return True
 
     def look(self) -> bool:
         """Returns True if objects were spilled, with a warning in the log. Takes some microseconds."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -52,10 +52,12 @@ class RayStore:
 
     Args:
         slicer: name of the actor that cuts slices of what this process puts.
+        announce: called with the bytes of each list of arrays before it is stored.
     """
 
-    def __init__(self, slicer: str | None = None) -> None:
+    def __init__(self, slicer: str | None = None, *, announce: Callable[[int], None] | None = None) -> None:
         self._slicer = slicer
+        self._announce = announce
         self._actors: dict[str, Any] = {}
         self._closed = False
 
@@ -71,6 +73,8 @@ class RayStore:
     def put(self, value: Any) -> Any:
         """Store a list of arrays; they are copied into shared memory once."""
         self._check_open()
+        if self._announce is not None:
+            self._announce(sum(array.nbytes for array in value))
         return Sealed(ray.put(value))
 
     def _check_open(self) -> None:
