@@ -14,13 +14,9 @@ from dataclasses import dataclass
 
 from hf_mapper.specs import ClusterSpec, WorkloadSpec
 from hf_protocols import ModelCall
+from hf_protocols.columns import find_column_size
 
 __all__ = ["CallRows", "count_call_rows", "simulate_offload", "simulate_transfer"]
-
-_INTEGER_BYTES, _FLOAT_BYTES, _MASK_BYTES = 8, 4, 1
-_ONE_PER_ROW = ("row_id", "answer", "finish_reason", "weight_version", "scores", "costs")
-_IDENTIFIERS = ("sample_id", "prompt_id", "group_id")
-"""Not counted: they are few bytes next to the tokens of their row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,31 +30,19 @@ class CallRows:
 def count_call_rows(call: ModelCall, workload: WorkloadSpec) -> CallRows:
     """Bytes that `call` reads and writes; 0 for a function, whose host slot is not part of the search.
 
-    Token ids take 8 bytes and masks 1; columns of one figure per row (scores, row numbers) 8 per row; every other
-    column 4 for each response token, as log-probs and values do. Where lengths vary, the mean ones. Generation reads
-    prompts, training every sequence once in each epoch.
+    Columns have the sizes of `hf_protocols.columns`, at the mean lengths where lengths vary. Generation reads prompts,
+    training every sequence once in each epoch.
     """
     if call.kind == "function":
         return CallRows()
     typical = workload.typical
-    reads, writes = (sum(_column_bytes(name, typical) for name in names) for names in (call.reads, call.writes))
+    lengths = {"prompt_tokens": typical.prompt_tokens, "response_tokens": typical.response_tokens}
+    reads, writes = (
+        sum(find_column_size(name).count_bytes(**lengths) for name in names) for names in (call.reads, call.writes)
+    )
     rows_read = workload.global_batch if call.kind == "generation" else workload.num_sequences
     epochs = workload.epochs if call.kind == "training" else 1
     return CallRows(read_bytes=float(epochs * rows_read * reads), written_bytes=float(workload.num_sequences * writes))
-
-
-def _column_bytes(name: str, workload: WorkloadSpec) -> int:
-    name = name.removesuffix("?")  # a column that may lack counts as if it were there
-    name = name.rstrip("0123456789").removesuffix("_")  # the responses of a second generation end in a number
-    if name.endswith(_ONE_PER_ROW):
-        return _INTEGER_BYTES
-    if name.endswith(_IDENTIFIERS):
-        return 0
-    if name == "prompt_ids":
-        return _INTEGER_BYTES * workload.prompt_tokens
-    if name.endswith("_ids"):
-        return _INTEGER_BYTES * workload.response_tokens
-    return (_MASK_BYTES if name.endswith("_mask") else _FLOAT_BYTES) * workload.response_tokens
 
 
 def simulate_transfer(rows: CallRows, cluster: ClusterSpec, *, num_ranks: int, num_shares: int) -> float:
