@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,12 @@ LEFTOVER_NAMES = frozenset({"common", "helpers", "misc", "utils"})
 EXECUTOR_BOUNDARY = ("executors/ray/actor.py", "hf_controller/executors/rank_runtime.py")
 """Errors of a rank travel from here to the controller."""
 MOST_BROAD_EXCEPTS = 10
+USERS_OF_GROUP_INTERNALS = {
+    "hf-controller/src/hf_controller/groups/default_group.py",
+    "hf-engine/src/hf_engine/process_groups.py",
+}
+"""One module of a package: a release of torch that changes its internals is met there."""
+GROUP_INTERNALS = re.compile(r"c10d\._\w|\bBackend\._\w|\b_get_default_group\b")
 ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
 
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
@@ -88,6 +95,11 @@ def _is_broad(node: ast.AST) -> bool:
         return False
     caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
     return any(each is None or ast.unparse(each) in {"Exception", "BaseException"} for each in caught)
+
+
+def test_one_module_of_a_package_uses_internals_of_groups() -> None:
+    users = {str(path.relative_to(ROOT / "packages")) for path in SOURCES if GROUP_INTERNALS.search(path.read_text())}
+    assert users == USERS_OF_GROUP_INTERNALS
 
 
 def test_one_module_calls_new_group() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import sys
@@ -7,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d as c10d
 
 from hf_controller.groups.default_group import Rendezvous, _choose_interface, open_rendezvous
 
@@ -17,6 +19,12 @@ def test_the_interface_is_the_one_that_reaches_the_rendezvous():
     assert _choose_interface(Rendezvous("192.0.2.1", 1, "token"), on_one_machine=True) == "lo"
     assert _choose_interface(Rendezvous("127.0.0.1", 1, "token"), on_one_machine=False) == "lo"
     assert _choose_interface(Rendezvous("no such address", 1, "token"), on_one_machine=False) is None
+
+
+def test_internals_of_this_torch_are_known():
+    inspect.signature(c10d._new_process_group_helper).bind(2, 0, [], "gloo", None, group_name="", timeout=None)
+    assert hasattr(c10d._world, "default_pg")
+    assert isinstance(c10d._world.pg_map, dict) and isinstance(c10d._world.pg_group_ranks, dict)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="files of Linux")

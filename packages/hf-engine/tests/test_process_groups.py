@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import build_groups
-from hf_engine.process_groups import local_device, local_world_size
+from hf_engine.process_groups import default_timeout, is_alive, local_device, local_world_size, world_group
 from hf_protocols import ParallelSpec, Topology, TopologyError
 
 
@@ -41,6 +41,18 @@ def leave_early():
 def test_no_rank_goes_on_while_another_still_connects(ranks3):
     """One that destroyed its group at once would close a connection that its peer is still making."""
     ranks3.run(leave_early)
+
+
+def use_torchs_internals():
+    world = world_group()
+    group = build_groups(Topology(ParallelSpec(dp_size=dist.get_world_size())), "tp")
+    found = [world is dist.group.WORLD, is_alive(world), is_alive(group), default_timeout().total_seconds()]
+    dist.destroy_process_group(group)
+    return [*found, is_alive(group)]
+
+
+def test_internals_of_this_torch_are_known(ranks3):
+    assert ranks3.run(use_torchs_internals) == [[True, True, True, 30.0, False]] * 3
 
 
 def build_too_many():

@@ -1,4 +1,4 @@
-"""Process groups and devices of a rank: the only place that creates groups."""
+"""Process groups and devices of a rank: the only place that creates groups, and that uses torch's internals of them."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ __all__ = [
     "build_groups",
     "default_group",
     "default_timeout",
+    "is_alive",
     "local_device",
     "local_world_size",
     "rank_in",
     "wait_for_connections",
     "wait_for_device",
+    "world_group",
 ]
 
 _check = Checks(TopologyError)
@@ -103,7 +105,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     own: dist.ProcessGroup | None = None
     for ranks in topology.groups(axis):
         if ranks == tuple(range(topology.world_size)):
-            return dist.distributed_c10d._get_default_group()
+            return world_group()
         group = dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
         if dist.get_rank() in ranks:
             own = group
@@ -123,8 +125,22 @@ def wait_for_connections() -> None:
 
 def default_timeout() -> timedelta:
     """Returns the timeout of collectives of the default process group."""
-    timeout: timedelta = dist.distributed_c10d._get_default_group()._get_backend(local_device()).options._timeout
+    timeout: timedelta = world_group()._get_backend(local_device()).options._timeout
     return timeout
+
+
+def world_group() -> dist.ProcessGroup:
+    """Returns the default process group.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    return dist.distributed_c10d._get_default_group()
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """True for a group that was not destroyed, alone or with all others."""
+    return group in dist.distributed_c10d._world.pg_map
 
 
 def local_device() -> torch.device:

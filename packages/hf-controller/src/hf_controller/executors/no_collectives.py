@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import distributed
 
-from hf_controller.groups.default_group import plain_tracebacks
+from hf_controller.groups.default_group import is_only_group, plain_tracebacks
 from hf_protocols import ProtocolError
 
 __all__ = ["RanksInTurn"]
@@ -78,12 +78,8 @@ class RanksInTurn:
         try:
             yield
         finally:
-            if not self._is_as_made():
+            if not is_only_group(self._group):
                 self._leave()  # the next rank finds nothing of what this one made or left
-
-    def _is_as_made(self) -> bool:
-        world = distributed.distributed_c10d._world
-        return world.default_pg is self._group and len(world.pg_map) == 1
 
     def _leave(self) -> None:
         if self._group is not None and distributed.is_initialized():
@@ -98,7 +94,7 @@ def _join(rank: int, world_size: int) -> Any:
             "one rank make. Set needs_process_group = False in their worker classes if they call no collective, close "
             "their executor first, or use RayExecutor"
         )
-    if _BACKEND.upper() not in distributed.Backend._plugins:
+    if not distributed.is_backend_available(_BACKEND):
         distributed.Backend.register_backend(_BACKEND, _create, devices=["cpu", "cuda"])
     with plain_tracebacks():
         distributed.init_process_group(

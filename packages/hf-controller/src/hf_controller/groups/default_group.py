@@ -1,4 +1,7 @@
-"""Process groups of `torch.distributed`: the default one of a host set, joint ones of two groups, and the seeds."""
+"""Process groups of `torch.distributed`: the default one of a host set, joint ones of two groups, and the seeds.
+
+No other module of this package uses torch's internals of process groups.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from hf_protocols import WorkerTimeoutError
 __all__ = [
     "Rendezvous",
     "call_off",
+    "is_only_group",
     "join_default_group",
     "join_joint_group",
     "leave_joint_group",
@@ -189,6 +193,13 @@ def leave_joint_group(group: Any) -> None:
     from torch import distributed
 
     distributed.destroy_process_group(group)
+
+
+def is_only_group(group: Any) -> bool:
+    """True if `group` is the default group of this process and there is no other one."""
+    from torch.distributed import distributed_c10d as c10d
+
+    return c10d._world.default_pg is group and len(c10d._world.pg_map) == 1
 
 
 def seed_generators(seed: int) -> None:

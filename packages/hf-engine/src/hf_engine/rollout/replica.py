@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from hf_engine.agreement import Agreement, together
-from hf_engine.process_groups import build_groups
+from hf_engine.process_groups import build_groups, is_alive
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.topology import GenerationSpec, Topology
 from hf_protocols.validation import show
@@ -37,7 +37,7 @@ class Replica:
     def close(self) -> None:
         """Gives the group back, unless torch.distributed was shut down with all its groups before."""
         group, self._group = self._group, None
-        if group not in (None, dist.group.WORLD) and group in dist.distributed_c10d._world.pg_map:
+        if group is not None and group is not dist.group.WORLD and is_alive(group):
             dist.destroy_process_group(group)
 
     @property

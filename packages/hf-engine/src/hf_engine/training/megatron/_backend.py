@@ -24,7 +24,7 @@ from hf_engine.model_directory import (
     check_model_directory,
     read_model_directory,
 )
-from hf_engine.process_groups import local_device
+from hf_engine.process_groups import local_device, world_group
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import write_directory
@@ -74,7 +74,7 @@ class MegatronBackend(TrainSteps):
         self._source = source
         self._groups = groups
         self._window = model.window
-        self._world = dist.distributed_c10d._get_default_group()
+        self._world = world_group()
         self._device = local_device()
         super().__init__(self._world, config)
         self._stage = PipelineStage(model, groups, config, head=head, trainable=trainable, device=self._device)
