@@ -68,7 +68,7 @@ def follow_the_training(
         with engine.generation():
             responses = engine.generate(prompts, SamplingParams(max_new_tokens=6, greedy=True))
     train.export_hf(directory)
-    exported: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    exported: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False)
     check_greedy_samples(train, exported, prompts, responses, tolerance=tolerance)
     engine.close()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hf_algorithms.data import PromptDataset, TextBlocks
 from hf_algorithms.preflight.walk import Phase, walk_results
 from hf_controller import choose_store_bytes
+from hf_protocols.columns import find_column_size
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -23,15 +24,14 @@ _KEY = "cluster.object_store_bytes"
 _SPILL_PERCENT = 80
 """Of the object store: with more in it, Ray begins to move batches to files."""
 
-_INTEGER_BYTES, _FLOAT_BYTES, _MASK_BYTES = 8, 4, 1
+_FLOAT_BYTES = 4
 _ROW_BYTES = {
-    **dict.fromkeys(("row_id", "group_id", "finish_reason", "weight_version", "group_tokens"), _INTEGER_BYTES),
-    **dict.fromkeys(("scores", "named_scores", "metric_scores", "model_scores", "costs"), _INTEGER_BYTES),
     **dict.fromkeys(("next_values", "next_returns"), _FLOAT_BYTES),
-    "prompt_id": 3 * _INTEGER_BYTES,
-    "sample_id": 4 * _INTEGER_BYTES,
+    **dict.fromkeys(("group_id", "group_tokens"), 8),
+    "prompt_id": 3 * 8,
+    "sample_id": 4 * 8,
 }
-"""Of the columns whose rows are all of one size."""
+"""Of columns that `find_column_size` does not have, or counts as nothing."""
 _CANDIDATES = ("candidate_ids", "teacher_candidate_logprobs")
 _NUM_SAMPLED = 256
 """Rows of a data set whose texts are measured."""
@@ -95,24 +95,19 @@ def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -
             longest = blocks if blocks and result.call is None else max(tokens.responses)
             response_tokens = result.num_rows * longest
             for name in result.columns:
-                if name == "prompt_ids":
-                    num_bytes += _INTEGER_BYTES * _sum_longest(tokens.prompts, result.num_rows)
-                elif name == "answer":
+                if name == "answer":
                     num_bytes += text_bytes[tokens.source] * result.num_rows
                 elif name in _CANDIDATES:
                     num_bytes += _FLOAT_BYTES * candidates * response_tokens
                 elif name in _ROW_BYTES:
                     num_bytes += _ROW_BYTES[name] * result.num_rows
                 else:
-                    num_bytes += _find_token_bytes(name) * response_tokens
+                    size = find_column_size(name)
+                    num_bytes += size.row_bytes * result.num_rows + size.response_token_bytes * response_tokens
+                    if size.prompt_token_bytes:
+                        num_bytes += size.prompt_token_bytes * _sum_longest(tokens.prompts, result.num_rows)
         found[phase] = max(found.get(phase, 0), math.ceil(num_bytes))
     return found
-
-
-def _find_token_bytes(name: str) -> int:
-    if name.endswith("_ids"):
-        return _INTEGER_BYTES
-    return _MASK_BYTES if name.endswith("_mask") else _FLOAT_BYTES
 
 
 def _sum_longest(lengths: Sequence[int], num_rows: int) -> int:

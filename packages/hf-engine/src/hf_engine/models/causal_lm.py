@@ -53,6 +53,7 @@ __all__ = [
     "load_causal_lm",
     "read_shape",
     "read_tensor",
+    "read_text_config",
     "refuse_lacking",
     "save_causal_lm",
 ]
@@ -139,6 +140,16 @@ def build_without_memory(files: ModelDirectory) -> Any:
     _refuse_unfit(files, built, "lm")
     _compare_headers(files, built)
     return built
+
+
+def read_text_config(files: ModelDirectory) -> Any:
+    """Reads the configuration of the language model as transformers does, with its defaults.
+
+    Raises:
+        BackendError: for one that transformers refuses.
+    """
+    with errors_of("transformers", f"{files.label}: its config.json cannot be used"):
+        return AutoConfig.from_pretrained(files.path, trust_remote_code=False).get_text_config()
 
 
 def read_shape(files: ModelDirectory, built: Any) -> ModelShape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_engine.model_directory import ModelDirectory, errors_of, is_buffer
+from hf_engine.model_directory import ModelDirectory, is_buffer
 from hf_engine.models.shapes import derive_layout
 from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.errors import ModelError
@@ -189,7 +189,9 @@ def find_sglang_fault(model: ModelDirectory, shape: ModelShape, *, on_cpu: bool,
         return f"is a {name}, which SGLang does not run. {_OTHER}"
     if "lm_head.bias" in shape.parameters():
         return f"has a bias in its output layer, which SGLang leaves out. {_OTHER}"
-    config = _build_config(model)
+    from hf_engine.models.causal_lm import read_text_config
+
+    config = read_text_config(model)
     window = None if family in _WINDOWS_IN_SGLANG else _find_window(config)
     if window is not None and window < positions:  # up to as many tokens all is the same with the window and without
         return (
@@ -209,14 +211,6 @@ def _find_window(config: Any) -> int | None:
     if "sliding_attention" not in layers or not getattr(config, "use_sliding_window", True):
         return None
     return getattr(config, "sliding_window", None) or None
-
-
-def _build_config(model: ModelDirectory) -> Any:
-    """Reads `config.json` as transformers does, with its defaults."""
-    from transformers import AutoConfig
-
-    with errors_of("transformers", f"{model.label}: its config.json cannot be used"):
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=False).get_text_config()
 
 
 def check_sglang_runs(model: ModelDirectory, *, on_cpu: bool, max_positions: int | None = None) -> ModelShape:
