@@ -27,6 +27,8 @@ USERS_OF_GROUP_INTERNALS = {
 }
 """One module of a package: a release of torch that changes its internals is met there."""
 GROUP_INTERNALS = re.compile(r"c10d\._\w|\bBackend\._\w|\b_get_default_group\b")
+ONLY_USER_OF_RAY_INTERNALS = ROOT / "packages/hf-controller/src/hf_controller/executors/ray/ray_internals.py"
+RAY_INTERNALS = re.compile(r"\bray\._\w|\b_raylet\b")
 ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
 
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
@@ -100,6 +102,11 @@ def _is_broad(node: ast.AST) -> bool:
 def test_one_module_of_a_package_uses_internals_of_groups() -> None:
     users = {str(path.relative_to(ROOT / "packages")) for path in SOURCES if GROUP_INTERNALS.search(path.read_text())}
     assert users == USERS_OF_GROUP_INTERNALS
+
+
+def test_one_module_uses_internals_of_ray() -> None:
+    users = [path for path in SOURCES if RAY_INTERNALS.search(path.read_text())]
+    assert users == [ONLY_USER_OF_RAY_INTERNALS]
 
 
 def test_one_module_calls_new_group() -> None:

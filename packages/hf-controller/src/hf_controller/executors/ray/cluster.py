@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import ray._private.services as services
 from ray.job_config import JobConfig
 from ray.util.debug import log_once
 
 from hf_controller.executors.ray.process_end import ProcessEnd, is_stopped
+from hf_controller.executors.ray.ray_internals import start_workers_without_uv, starting_by
 from hf_controller.executors.ray.spilling import SpillCheck
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
@@ -242,22 +242,18 @@ def _in_process_groups_of_their_own() -> Iterator[list[subprocess.Popen[Any]]]:
     if sys.platform != "linux":  # Ray ends them by the program's group there
         yield []
         return
-    start: Any = services.ConsolePopen
     started: list[subprocess.Popen[Any]] = []
 
-    def start_apart(*arguments: Any, **options: Any) -> subprocess.Popen[Any]:
+    def start_apart(popen: Any, *arguments: Any, **options: Any) -> subprocess.Popen[Any]:
         with shielded():
             options["env"] = without_quiet(options["env"])
-            started.append(start(*arguments, **options, process_group=0))
+            started.append(popen(*arguments, **options, process_group=0))
         return started[-1]
 
-    services.ConsolePopen = start_apart  # type: ignore[misc,assignment]
-    with ExitStack() as undo:
-        undo.callback(setattr, services, "ConsolePopen", start)
-        with ExitStack() as undo_start:
-            undo_start.callback(_end_start, started)
-            yield started
-            undo_start.pop_all()
+    with starting_by(start_apart), ExitStack() as undo_start:
+        undo_start.callback(_end_start, started)
+        yield started
+        undo_start.pop_all()
 
 
 def _end_start(started: Sequence[subprocess.Popen[Any]]) -> None:
@@ -288,9 +284,8 @@ def _program_of(process: subprocess.Popen[Any]) -> str:
 
 
 def _set_environment() -> None:
-    # Ray's hook for `uv run` would ship the tree and start every worker through uv.
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
-    ray._private.ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
+    start_workers_without_uv()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ranks are what the machine is for; Ray has its workers yield to every other program, for minutes on a busy one.
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import ray._private.worker as ray_worker
+from hf_controller.executors.ray.ray_internals import filter_printed
 
 __all__ = ["drop_ray_lines", "quiet_ray", "without_quiet"]
 
@@ -25,9 +25,7 @@ def quiet_ray() -> Iterator[None]:
 
     A user who sets `RAY_BACKEND_LOG_LEVEL` sees what Ray's code says in this process.
     """
-    printer = ray_worker.print_to_stdstream
-    if not hasattr(printer, "__wrapped__"):  # for good: Ray prints from threads of its own
-        ray_worker.print_to_stdstream = _print_workers_lines(printer)
+    filter_printed(_print_workers_lines)
     if _LOG_LEVEL in os.environ:
         yield
         return
