@@ -22,7 +22,7 @@ from hf_engine.model_directory import (
 )
 from hf_engine.resharding.layouts import WeightLayout, spread_layout
 from hf_engine.rollout.engine_rules import require_known_layout
-from hf_engine.rollout.loading import check_complete, check_shards, check_version
+from hf_engine.rollout.loading import WeightState
 from hf_engine.rollout.replica import require_process_group
 from hf_engine.rollout.server._again import find_again
 from hf_engine.rollout.server._connection import LostServerError, ServerConnection, expected_form
@@ -94,10 +94,7 @@ class ServerBackend:
         self._stops = stops
         self._some_can_release = some_can_release
         self._stamp = facts.stamp
-        self._weight_version = 0
-        self._loaded: set[str] | None = None
-        self._is_complete = True
-        self._is_released = False
+        self._state = WeightState(self._layout)
         self._has_freed = False
 
     @classmethod
@@ -198,7 +195,7 @@ class ServerBackend:
     @property
     def weight_version(self) -> int:
         """The version last committed; 0 for the weights that the servers had."""
-        return self._weight_version
+        return self._state.version
 
     @property
     def engine_bytes(self) -> int:
@@ -223,26 +220,22 @@ class ServerBackend:
 
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
-        self._is_complete = False
-        self._loaded = set()
+        self._state.begin()
         with together("no update was begun"):
             self._files.begin()
 
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Writes this rank's parameters to a file."""
         with together("no weights were written"):
-            if self._loaded is None:
-                raise BackendError("load_shards without an update: call begin_weights first")
-            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
+            self._state.check_shards(shards)
             if shards:
                 self._files.write({name: whole for name, (whole,) in shards.items()})
-            self._loaded |= shards.keys()
+            self._state.add(shards)
 
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Writes the training model's buffers to a file of rank 0; see `SupportsBufferLoading`."""
         with together("no buffers were written"):
-            if self._loaded is None:
-                raise BackendError("load_buffers without an update: call begin_weights first")
+            self._state.require_update("load_buffers")
             if dist.get_rank() == 0:
                 self._files.write(buffers)
 
@@ -253,17 +246,14 @@ class ServerBackend:
             ReshardError: if parameters did not arrive since `begin_weights`, or a server did not take them.
         """
         with together("the weights were not committed"):
-            check_version(version)
-            check_complete(self._layout, dist.get_rank(), self._loaded)
-        if self._loaded is None:
+            self._state.check_commit(version)
+        if not self._state.is_updating:
             self._speak("the weights were not committed", lambda server: server.flush())
         else:
             self._stamp = self._files.stamp
             folder, stamp = self._files.folder, self._stamp
             self._speak("the weights were not committed", lambda server: server.load_weights(folder, stamp))
-            self._loaded = None
-            self._is_complete = True
-        self._weight_version = version
+        self._state.commit(version)
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
@@ -288,22 +278,22 @@ class ServerBackend:
             torch.tensor([len(sample.token_ids) for sample in samples]),
             torch.tensor([_STOP if sample.is_stopped else _LENGTH for sample in samples]),
             n=sampling.n,
-            version=self._weight_version,
+            version=self._state.version,
         )
 
     def release(self) -> int:
         """Frees the KV cache of servers that were started so that they can; 0 bytes where they were not."""
         if self._some_can_release:
             dist.barrier()  # ranks that share a server have their samples
-            self._is_released = True  # also where some fail: resume asks those that did not
+            self._state.is_released = True  # also where some fail: resume asks those that did not
             self._speak("no server was asked again", self._free)
         return self._freed_bytes()
 
     def resume(self) -> None:
         """Has the servers take the memory of the KV cache again."""
-        if self._is_released:
+        if self._state.is_released:
             self._speak("no rank generates", self._take_again)
-            self._is_released = False
+            self._state.is_released = False
 
     def close(self) -> None:
         """Removes the files. The servers run on, with the weights that they have."""
@@ -341,10 +331,7 @@ class ServerBackend:
         return self._cache_bytes if self._has_freed else 0
 
     def _require_ready(self, sampling: SamplingParams) -> None:
-        if not self._is_complete:
-            raise BackendError("an update of the weights was begun and not committed; send them again and commit")
-        if self._is_released:
-            raise BackendError("the KV cache was released; resume before generating")
+        self._state.check_ready()
         if problem := self.find_unsupported(sampling):
             raise BackendError(f"{self._server.facts.name} cannot generate with {sampling}: {problem}")
 

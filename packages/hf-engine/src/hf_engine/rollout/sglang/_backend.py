@@ -25,7 +25,7 @@ from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
 from hf_engine.rollout.engine_rules import check_sglang_runs
-from hf_engine.rollout.loading import check_complete, check_shards, check_version
+from hf_engine.rollout.loading import WeightState
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.rollout.replica import Replica, build_replica, require_process_group
 from hf_engine.rollout.sglang._adapters import ADAPTER, build_adapter_options, describe_adapter, find_partial_stack
@@ -84,10 +84,7 @@ class SglangBackend:
         self._timeout_s = timeout_s
         self._staging = Staging()
         self._is_closed = False
-        self._weight_version = 0
-        self._loaded: set[str] | None = None
-        self._is_complete = True
-        self._is_released = False
+        self._state = WeightState(layout)
         self._requested: dict[str, Any] = {}
 
     @classmethod
@@ -204,14 +201,14 @@ class SglangBackend:
     @property
     def weight_version(self) -> int:
         """The version last committed; 0 for the weights that the engine was built with."""
-        return self._weight_version
+        return self._state.version
 
     @property
     def engine_bytes(self) -> int:
         """Bytes of this rank's weights and KV cache, in the engine's processes; 0 once they were closed."""
         if self._is_closed:
             return 0
-        cache = 0 if self._is_released else self._cache_tokens * self._cache_token_bytes
+        cache = 0 if self._state.is_released else self._cache_tokens * self._cache_token_bytes
         return self._layout.held_bytes(dist.get_rank()) + cache
 
     @property
@@ -233,27 +230,23 @@ class SglangBackend:
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         self._check_open()
-        self._is_complete = False
-        self._loaded = set()
+        self._state.begin()
         self._call("begin_weights")
 
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to SGLang's loaders, through `staging_bytes` of shared memory at a time."""
         with self._replica.together("load_shards") as agreement:
             self._check_open()
-            if self._loaded is None:
-                raise BackendError("load_shards without an update: call begin_weights first")
-            check_shards(self._layout, dist.get_rank(), shards, self._loaded)
+            self._state.check_shards(shards)
             agreement.number = crc32(repr(list(shards)).encode())
         self._load_parts(shards)
-        self._loaded |= shards.keys()
+        self._state.add(shards)
 
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Hands the training model's buffers to SGLang's loaders; see `SupportsBufferLoading`."""
         with self._replica.together("load_buffers"):
             self._check_open()
-            if self._loaded is None:
-                raise BackendError("load_buffers without an update: call begin_weights first")
+            self._state.require_update("load_buffers")
         boxes = {name: Box.whole(tuple(buffer.shape)) for name, buffer in buffers.items()}
         self._load(buffers, {name: box.shape for name, box in boxes.items()}, boxes)
 
@@ -278,14 +271,11 @@ class SglangBackend:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
         with self._replica.together("commit_weights"):
-            check_version(version)
-            check_complete(self._layout, dist.get_rank(), self._loaded)
-        if self._loaded is not None:
+            self._state.check_commit(version)
+        if self._state.is_updating:
             self._end_update()
-            self._loaded = None
-            self._is_complete = True
         self._call("flush")
-        self._weight_version = version
+        self._state.commit(version)
 
     def _end_update(self) -> None:
         self._call("end_weights")
@@ -317,7 +307,7 @@ class SglangBackend:
             torch.tensor([len(ids) for ids, _, _ in samples]),
             torch.tensor([_STOP if reason == "stop" else _LENGTH for _, _, reason in samples]),
             n=sampling.n,
-            version=self._weight_version,
+            version=self._state.version,
         )
 
     def release(self) -> int:
@@ -325,17 +315,17 @@ class SglangBackend:
         self._call("flush")
         if not torch.cuda.is_available():
             return 0
-        if not self._is_released:  # SGLang ends where it is asked twice
+        if not self._state.is_released:  # SGLang ends where it is asked twice
             self._call("release")
-            self._is_released = True
+            self._state.is_released = True
         return self._cache_tokens * self._cache_token_bytes
 
     def resume(self) -> None:
         """Takes the memory of the KV cache again."""
         self._check_open()
-        if self._is_released:
+        if self._state.is_released:
             self._call("resume")
-            self._is_released = False
+            self._state.is_released = False
 
     def close(self) -> None:
         """Ends the engine's process."""
@@ -374,10 +364,7 @@ class SglangBackend:
 
     def _check_ready(self) -> None:
         self._check_open()
-        if not self._is_complete:
-            raise BackendError("an update of the weights was begun and not committed; send them again and commit")
-        if self._is_released:
-            raise BackendError("the KV cache was released; resume before generating")
+        self._state.check_ready()
 
     def _staged_bytes(self, name: str) -> int:
         """Of the largest part that a rank of the replica has of a parameter."""
@@ -421,8 +408,8 @@ class AdaptedSglangBackend(SglangBackend):
         self._check_open()
         if not self._has_base:
             raise BackendError("begin_adapters needs a complete base: call begin_weights")
-        self._factors, self._is_complete = {}, False
-        self._loaded = {name for name in self._layout.shapes if not is_adapter_name(name)}
+        self._factors = {}
+        self._state.begin(name for name in self._layout.shapes if not is_adapter_name(name))
 
     def _load_parts(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._factors |= {name: parts[0] for name, parts in shards.items() if is_adapter_name(name)}

@@ -22,7 +22,7 @@ from hf_engine.models.lora import plan_engine_adapters
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
 from hf_engine.rollout.engine_rules import check_vllm_runs
-from hf_engine.rollout.loading import check_complete, check_shards, check_version
+from hf_engine.rollout.loading import WeightState
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes
 from hf_engine.rollout.replica import Replica, build_replica, require_process_group, require_ranks
 from hf_engine.rollout.vllm._library import embedded
@@ -64,9 +64,7 @@ class VllmBackend:
         self._factors: dict[str, torch.Tensor] = {}
         self._sends_base = False
         self._has_base = True
-        self._weight_version = 0
-        self._loaded: set[str] | None = None
-        self._is_released = False
+        self._state = WeightState(layout)
 
     @classmethod
     def build(
@@ -153,7 +151,7 @@ class VllmBackend:
     @property
     def weight_version(self) -> int:
         """The version last committed; 0 for the weights that the engine was built with."""
-        return self._weight_version
+        return self._state.version
 
     @property
     def engine_bytes(self) -> int:
@@ -188,7 +186,8 @@ class VllmBackend:
     def begin_weights(self) -> None:
         """Starts an update; see `SupportsShardLoading`."""
         engine = self._open()
-        self._loaded, self._factors, self._sends_base, self._has_base = set(), {}, True, False
+        self._state.begin()
+        self._factors, self._sends_base, self._has_base = {}, True, False
         engine.begin_update()
 
     def begin_adapters(self) -> None:
@@ -196,24 +195,21 @@ class VllmBackend:
         self._open()
         if self._lora is None or not self._has_base:
             raise BackendError("begin_adapters needs adapters next to a complete base: call begin_weights")
-        self._loaded = {name for name in self._layout.shapes if not is_adapter_name(name)}
+        self._state.begin(name for name in self._layout.shapes if not is_adapter_name(name))
         self._factors, self._sends_base = {}, False
 
     def load_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         """Hands this rank's boxes to vLLM's loaders; a layer is packed as soon as it is complete."""
-        if self._loaded is None:
-            raise BackendError("load_shards needs an update: call begin_weights first")
-        check_shards(self._layout, dist.get_rank(), shards, self._loaded)
+        self._state.check_shards(shards)
         parts = {name: part for name, (part,) in shards.items()}
         self._factors |= {name: part for name, part in parts.items() if is_adapter_name(name)}
         if base := {name: part for name, part in parts.items() if name not in self._factors}:
             self._open().load(base, self._layout)
-        self._loaded |= shards.keys()
+        self._state.add(shards)
 
     def load_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Hands the training model's buffers to vLLM's loaders; see `SupportsBufferLoading`."""
-        if self._loaded is None:
-            raise BackendError("load_buffers needs an update: call begin_weights first")
+        self._state.require_update("load_buffers")
         self._open().load_buffers(buffers)
 
     def commit_weights(self, version: int) -> None:
@@ -222,17 +218,16 @@ class VllmBackend:
         Raises:
             ReshardError: if parameters did not arrive since `begin_weights`.
         """
-        check_version(version)
-        check_complete(self._layout, dist.get_rank(), self._loaded)
+        self._state.check_commit(version)
         engine = self._open()
-        if self._loaded is not None:
+        if self._state.is_updating:
             if self._sends_base:
                 engine.finish_update()
             if self._factors:
                 engine.put_adapter(self._factors)
-            self._loaded, self._factors, self._has_base = None, {}, True
+            self._factors, self._has_base = {}, True
         engine.reset_prefix_cache()
-        self._weight_version = version
+        self._state.commit(version)
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
@@ -241,10 +236,7 @@ class VllmBackend:
 
         with self._replica.together("generate") as agreement:
             engine = self._open()
-            if self._loaded is not None:
-                raise BackendError("an update of the weights was begun and not committed; send them again and commit")
-            if self._is_released:
-                raise BackendError("the KV cache was released; resume before generating")
+            self._state.check_ready()
             ends = engine.stop_token_ids
             limits = {"vocab_size": engine.vocab_size, "positions": engine.max_positions}
             prompts = read_prompts(batch, sampling, **limits, ends=ends)
@@ -258,19 +250,19 @@ class VllmBackend:
             torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
             torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses], dtype=torch.int64),
             n=sampling.n,
-            version=self._weight_version,
+            version=self._state.version,
         )
 
     def release(self) -> int:
         """Frees the KV cache; the weights stay, packed as they are."""
-        self._is_released = True
+        self._state.is_released = True
         return self._open().release_cache()
 
     def resume(self) -> None:
         """Takes the KV cache's memory again."""
-        if self._is_released:
+        if self._state.is_released:
             self._open().resume_cache()
-            self._is_released = False
+            self._state.is_released = False
 
     def close(self) -> None:
         """Ends the engine and its groups."""
