@@ -28,7 +28,7 @@ def check_version(version: int) -> None:
 
 
 class WeightState:
-    """Where an engine stands that keeps its weights itself: an update of them, their version, and its cache's memory.
+    """State of an engine that keeps its weights itself: an update of them, their version, and its cache's memory.
 
     Args:
         layout: of the weights.
