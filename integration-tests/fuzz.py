@@ -35,6 +35,8 @@ MOST_CPU_S = 5.0
 MOST_RSS_BYTES = 1 << 30
 KEPT = Path(__file__).parents[1] / ".cache" / "fuzz"
 _MOST_FINDINGS = 200
+_PART = 2000
+"""Inputs that a process reads before the program says how far it is."""
 
 
 class _TooSlowError(BaseException):
@@ -137,12 +139,16 @@ def main() -> int:
         parser.error(f"--reader {given.reader!r}: it is none of {', '.join(each.name for each in READERS)}")
     numbers = range(given.first, given.first + given.inputs) if given.number is None else [given.number]
     cores = min(os.cpu_count() or 1, len(numbers))
-    parts = [numbers[core::cores] for core in range(cores)]
     if cores == 1 or given.reader:  # a reader's function does not travel to another process
         findings = check_inputs(numbers, readers)
     else:
+        num_parts = max(cores, len(numbers) // _PART)
+        parts = [numbers[part::num_parts] for part in range(num_parts)]
+        findings = []
         with ProcessPoolExecutor(cores, mp_context=get_context("spawn")) as pool:
-            findings = [each for found in pool.map(check_inputs, parts) for each in found]
+            for done, found in enumerate(pool.map(check_inputs, parts), 1):
+                findings += found
+                sys.stderr.write(f"part {done} of {num_parts}: {len(findings) or 'none'} not taken well\n")
     for each in findings:
         sys.stderr.write(f"{each}\n")
     count = len(findings) or "none"

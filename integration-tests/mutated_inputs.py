@@ -148,6 +148,8 @@ def _change_toml(data: bytes, draw: random.Random) -> bytes:
 
 def _change_csv(data: bytes, draw: random.Random) -> bytes:
     rows = list(csv.reader(io.StringIO(data.decode())))
+    if not rows or not rows[0]:
+        raise ValueError("no columns")
     row = draw.choice(rows)
     if not row:
         raise ValueError("an empty row")

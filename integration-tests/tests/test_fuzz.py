@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from fuzz import check_inputs
 from fuzzed_readers import Reader
 from hf_protocols import ConfigError
+from mutated_inputs import mutate
 
 NUM_INPUTS = 2_000
 
@@ -16,6 +18,12 @@ NUM_INPUTS = 2_000
 @pytest.mark.timeout(600)
 def test_damaged_files_are_refused_or_shown() -> None:
     assert "\n".join(check_inputs(range(NUM_INPUTS))) == ""
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "toml", "csv", "bytes"])
+@pytest.mark.parametrize("data", [b"", b"\n", b"\na,b\n", b"[]", b"\xff"])
+def test_what_has_lost_its_structure_is_damaged_by_its_bytes(kind: str, data: bytes) -> None:
+    assert {type(mutate(data, kind, random.Random(number))) for number in range(200)} == {bytes}
 
 
 def test_readers_that_fail_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
