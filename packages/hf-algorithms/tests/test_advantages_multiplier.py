@@ -260,6 +260,7 @@ def test_a_long_stretch_is_kept_short() -> None:
         ({"learning_rate": NAN}, "lambda_learning_rate=nan must be"),
         ({"limit": float("inf")}, "cost_limit=inf is not a finite number"),
         ({"limit": "0"}, "cost_limit='0' is not a finite number"),
+        ({"limit": -(10**400)}, "cost_limit=.* is not a finite number"),
         ({"window": 0}, "cost_window=0 must be a whole number of at least 1"),
         ({"maximum": 0}, "lambda_max=0 must be a finite number above 0"),
     ],

@@ -48,6 +48,7 @@ def edit(key: str, value: object) -> Callable[[Path], None]:
     return act
 
 
+OTHER_BYTES = [{"path": "program.json", "bytes": "\udfff", "sha256": "0"}]
 OUTSIDE = [{"path": "../../1/program.json", "bytes": 2, "sha256": "0"}]
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "flipped": (flip_a_bit, r"actor/weights\.safetensors: its SHA-256 is not the one in .*COMMIT"),
@@ -56,6 +57,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "older": (edit("schema", 0), r"COMMIT: its schema is 0, this release reads 1\. Resume with the release"),
     "outside": (edit("files", OUTSIDE), r"COMMIT: lists '\.\./\.\./1/program\.json', which is outside its folder"),
     "not JSON": (lambda f: (f / "COMMIT").write_bytes(b"\xff"), r"COMMIT: is not a commit"),
+    "bytes as text": (edit("files", OTHER_BYTES), r"COMMIT: is not a commit"),
     "of another kind": (lambda f: (f / "COMMIT").write_text("[]"), r"COMMIT: is not a commit"),
 }
 

@@ -50,7 +50,7 @@ def test_a_lock_of_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
 
 def test_a_lock_without_a_readable_holder_is_one_line(tmp_path: Path) -> None:
     lock = RunLock(tmp_path)
-    for text in ("", "[]", '{"pid": "x", "host": 1, "start_time": 1e300}', "\0"):
+    for text in ("", "[]", '{"pid": "x", "host": 1, "start_time": 1e300}', "\0", "[" * 9000):
         (tmp_path / ".lock").write_text(text)
         with pytest.raises(ConfigError, match="another run writes there"):
             check_unlocked(tmp_path)

@@ -159,6 +159,8 @@ def test_what_is_wrong_in_columns_that_only_travel_is_left(tmp_path: Path) -> No
             '{"splits": ["train", "test"]}',
             ": holds the splits train, test. Name one, such as",
         ),
+        ("data_set/dataset_dict.json", "[" * 9000, ": its dataset_dict.json names no splits"),
+        ("a.json", "[" * 9000, ""),
         ("data_set/part.parquet", b"", ": is a directory. Name its files, such as"),
     ],
 )

@@ -43,6 +43,7 @@ def test_a_peak_that_is_not_published_is_an_error() -> None:
     ("change", "message"),
     [
         ({"memory_bytes": 0}, "memory_bytes=0 must be above 0"),
+        ({"memory_bytes": 10**400}, "memory_bytes=.* must be above 0"),
         ({"memory_bandwidth_bytes_per_s": -1.0}, "memory_bandwidth_bytes_per_s=-1.0 must be above 0"),
         ({"peak_flops_per_s": {"bfloat16": float("nan")}}, r"peak_flops_per_s\[bfloat16\]=nan"),
         ({"kind": ""}, "needs a kind"),

@@ -203,7 +203,7 @@ def test_a_stage_counts_as_often_as_the_recipe_calls_it(tmp_path: Path, preset: 
 
 def test_constants_travel_as_json() -> None:
     assert TraceConstants.from_json(truth().to_json()) == truth()
-    for text in ("{}", "[]", "x", '{"gpu": {"efficiency": {}}}'):
+    for text in ("{}", "[]", "x", '{"gpu": {"efficiency": {}}}', "[" * 9000):
         with pytest.raises(ConfigError, match="not constants of calibrate --trace"):
             TraceConstants.from_json(text)
 

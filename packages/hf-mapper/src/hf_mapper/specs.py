@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
@@ -39,7 +39,7 @@ Recompute = Literal["none", "selective", "full"]
 
 def _check_positive(owner: str, **figures: object) -> None:
     for name, figure in figures.items():
-        if not isinstance(figure, int | float) or not math.isfinite(figure) or figure <= 0:
+        if not isinstance(figure, int | float) or not 0 < figure <= sys.float_info.max:
             raise ConfigError(f"{owner}: {name}={show(figure)} must be above 0")
 
 

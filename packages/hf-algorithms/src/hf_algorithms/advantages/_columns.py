@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -106,7 +106,8 @@ def check_bound(name: str, value: object, *, may_be_zero: bool = True, may_be_no
 
 def check_finite(name: str, value: object) -> None:
     """Refuse what is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    most = sys.float_info.max
+    if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
         raise ConfigError(f"{name}={show(value)} is not a finite number. Give one.")
 
 

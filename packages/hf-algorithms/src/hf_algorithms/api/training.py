@@ -292,7 +292,7 @@ def _resume(
     found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
     path = found.directory.path
     if found.is_finished:
-        return _read_result(path, json.loads((path / "summary.json").read_text(encoding="utf-8")))
+        return _read_result(path)
     summary = run_recipe(
         found.config,
         found.directory,
@@ -304,9 +304,16 @@ def _resume(
     return _read_result(path, summary)
 
 
-def _read_result(run: Path, summary: dict[str, Any]) -> TrainingResult:
-    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = [json.loads(line) for line in lines]
+def _read_result(run: Path, summary: dict[str, Any] | None = None) -> TrainingResult:
+    """Returns the result of a run that is over; without a summary, that of its file."""
+    from hf_algorithms.checkpoints import CheckpointError
+
+    try:
+        if summary is None:
+            summary = dict(json.loads((run / "summary.json").read_text(encoding="utf-8")))
+        metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{run}: its summary.json or metrics.jsonl cannot be read ({error})") from None
     return TrainingResult(summary=summary, metrics=metrics, run_dir=run, model_dir=run / "model")
 
 

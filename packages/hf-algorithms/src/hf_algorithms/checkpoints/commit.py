@@ -128,6 +128,8 @@ def read_commit(folder: Path) -> Commit:
                 "that wrote it"
             )
         files = tuple(CommittedFile(**each) for each in body["files"])
+        if [each for each in files if (type(each.path), type(each.bytes), type(each.sha256)) != (str, int, str)]:
+            raise ValueError("values of other kinds")
         commit = Commit(
             folder=folder,
             iteration=int(body["iteration"]),

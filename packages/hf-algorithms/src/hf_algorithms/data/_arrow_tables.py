@@ -204,7 +204,7 @@ def _import_datasets(shown: str) -> Any:
 def _read_splits(file: Path, shown: str) -> list[str]:
     try:
         splits = json.loads(file.read_bytes())["splits"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{shown}: its dataset_dict.json names no splits. Save it again") from error
     return [str(each) for each in splits]
 

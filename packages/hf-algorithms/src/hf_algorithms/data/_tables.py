@@ -162,7 +162,7 @@ def _first_line_is_whole(place: Path) -> bool:
         line = next((each for each in file if each.strip()), b"")
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     wrapped = record.get("data") if isinstance(record, dict) and len(record) == 1 else None
     return not isinstance(wrapped, list)

@@ -111,7 +111,7 @@ def _read_last_iteration(run: Path) -> int | None:
     """The iteration of `model/`, as `summary.json` says; None where it cannot be read."""
     try:
         number = json.loads((run / "summary.json").read_text(encoding="utf-8")).get("model_iteration")
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return None
     return number if type(number) is int else None
 

@@ -136,7 +136,8 @@ def holding_model(source: ModelSource, path: str | None = None) -> Iterator[str]
 
 def _find_moved_base(adapter: Path, run: Path) -> Path | None:
     """Returns the base of an adapter in a run that was moved; None if it was not, or if the run has no such folder."""
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # `read_adapter` says what is wrong with a file
+    # `read_adapter` says what is wrong with a file.
+    with suppress(OSError, ValueError, AttributeError, TypeError, RecursionError):
         named = Path(json.loads((adapter / _ADAPTER).read_text(encoding="utf-8")).get(_BASE))
         for tail in (named.parts[-1:], named.parts[-2:]):
             found = run.resolve().joinpath(*tail)

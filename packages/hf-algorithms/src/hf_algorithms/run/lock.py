@@ -97,5 +97,5 @@ def _describe(text: str) -> str:
         body = json.loads(text)
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(body["start_time"]))
         return f"a run of process {body['pid']:d} on {body['host']!s} that started {since}"
-    except (ValueError, LookupError, TypeError, OverflowError, OSError):
+    except (ValueError, LookupError, TypeError, OverflowError, OSError, RecursionError):
         return "another run"

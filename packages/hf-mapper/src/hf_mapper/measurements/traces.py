@@ -72,7 +72,7 @@ class TraceConstants:
             return cls(gpu=GpuSpec(**{**spec, "efficiency": EfficiencySpec(**spec["efficiency"])}), **body)
         except HybridFlowError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(f"these are not constants of calibrate --trace --output: {show(str(error))}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass, fields
 
 from hf_protocols import ConfigError
@@ -29,7 +29,7 @@ class SimulatorScales:
     def __post_init__(self) -> None:
         for name in SIMULATORS:
             factor = getattr(self, name)
-            if not (math.isfinite(factor) and factor > 0):
+            if not isinstance(factor, int | float) or not 0 < factor <= sys.float_info.max:
                 raise ConfigError(f"scales: {name}={show(factor)} must be above 0")
 
 

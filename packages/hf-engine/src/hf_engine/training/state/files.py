@@ -137,7 +137,7 @@ def list_written(directory: str | Path, world_size: int) -> tuple[StateFile, ...
             found += [StateFile(**each) for each in json.loads(path.read_text(encoding="utf-8"))["files"]]
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, LookupError, TypeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise StateError(f"{path} cannot be read: {error}. Save the state again") from error
     return tuple(found)
 
