@@ -77,6 +77,12 @@ def test_an_ambiguity_names_both_and_the_key(
     assert len(load_rows(write(tmp_path, record), **named)) == 1
 
 
+def test_fields_of_different_rows_are_named_with_their_rows(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "q"}, {"messages": [USER]})
+    with pytest.raises(DataError, match=r"'prompt' \(row 1\) and 'messages' \(row 2\) may each hold the prompt"):
+        load_rows(path)
+
+
 @pytest.mark.parametrize(("field", "key"), [("prompt_field", "prompt"), ("answer_field", "answer")])
 def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str) -> None:
     path = write(tmp_path, {"prompt": "q", "{odd}": "a"})

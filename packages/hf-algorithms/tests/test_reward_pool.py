@@ -45,7 +45,7 @@ async def waits(responses, seconds):
     return [1.0]
 
 def leaves(solution_str):
-    raise SystemExit(7)
+    raise KeyboardInterrupt if solution_str == "interrupt" else SystemExit(7)
 '''
 
 NAMES = ("by_text", "by_group", "waits", "leaves")
@@ -128,6 +128,8 @@ def test_an_exception_ends_the_run_with_its_place(functions: ScoringFunctions, f
     assert f"{folder}/pooled_rewards.py:11, in by_text" in message
     with pytest.raises(RewardError, match="leaves raised SystemExit: 7"):
         functions.score(samples("a"), [LEAVES])
+    with pytest.raises(RewardError, match="leaves raised KeyboardInterrupt"):
+        functions.score(samples("interrupt"), [LEAVES])
     assert functions.score(samples("a"), [BY_TEXT])[0].scores == [1.0]
 
 

@@ -252,6 +252,13 @@ def test_a_module_that_fails_to_import_shows_where(folder, source, says):
     assert "failing.py" in str(caught.value)
 
 
+def test_an_import_that_takes_long_is_mentioned(folder, monkeypatch, capfd):
+    monkeypatch.setattr("hf_algorithms.rewards._load._SLOW_IMPORT_S", 0.01)
+    (folder / "slow_rewards.py").write_text("import time\ntime.sleep(0.3)\nscore = print\n")
+    load_function("slow_rewards:score", search_path=[folder])
+    assert capfd.readouterr().err == "'slow_rewards:score': importing slow_rewards has taken 0.01 s and goes on\n"
+
+
 def test_a_file_that_was_edited_since_its_load_is_loaded_anew(tmp_path: Path) -> None:
     file = tmp_path / "edited_rewards.py"
     for paid in (1.0, 5.0):

@@ -42,10 +42,12 @@ def test_numbers_become_text_and_other_fields_are_columns(tmp_path):
         (b"   ", "is empty"),
         (b'{"prompt": "a"', "is not JSON"),
         (b'{"prompt": "a", "answer": NaN}', "field 'answer' is NaN, not a finite number"),
+        (b'{"prompt": "a", "answer": {"b": [NaN]}}', "field 'answer' holds NaN or Infinity"),
         (b'{"prompt": "a", "answer": 1e400}', "the number 1e400 is outside the range of a float"),
         (b'{"prompt": "a", "answer": "b", "prompt": "c"}', "the key 'prompt' stands twice in one object"),
         (b'{"prompt": [{"content": "a"}]}', "message 1 of field 'prompt' has no role"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[" * 100_000, "nests too deeply"),
+        (b'{"prompt": "a', "is not JSON: Unterminated string starting at column 12"),
         (b'{"prompt": "\xff", "answer": "b"}', "is not UTF-8: byte 13 of the line is 0xff"),
         (b'["a", "b"]', "is a JSON array, not an object"),
         (b"3", "is a JSON number, not an object"),
@@ -161,6 +163,7 @@ def test_parts_of_a_message_that_are_text_are_joined(tmp_path: Path) -> None:
         (None, "has no content. Write its text, or remove the message"),
         ({"text": "x"}, "has a JSON object as content, not text"),
         (True, "has a JSON boolean as content, not text"),
+        (float("nan"), "has NaN as content, not a finite number"),
     ],
 )
 def test_content_that_is_no_text_is_refused(content: Any, reason: str, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
 import sys
+import tarfile
 import tempfile
 import tracemalloc
 from collections.abc import Callable
@@ -42,6 +44,13 @@ def write_csv(path: Path, comma: str = ",") -> None:
 
 def write_parquet(path: Path) -> None:
     pyarrow.parquet.write_table(pa.Table.from_pylist(RECORDS), path, row_group_size=2)
+
+
+def _pack_tar(name: str) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(tarfile.TarInfo(name))
+    return packed.getvalue()
 
 
 def write_packed(path: Path, name: str) -> None:
@@ -149,6 +158,9 @@ def test_what_is_wrong_in_columns_that_only_travel_is_left(tmp_path: Path) -> No
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "a"}\n{"prompt"'), ", line 2 is not JSON"),
         ("a.jsonl.gz", gzip.compress(b""), " has no rows"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfdab", ": is compressed with Zstandard. Unpack it"),
+        ("a.jsonl", b"PK\x03\x04" + bytes(99), ": is a ZIP archive or a workbook. Unpack it, or save it as CSV"),
+        ("a.jsonl", _pack_tar("a.jsonl"), ": is a tar archive. Unpack it"),
+        ("a.jsonl.gz", gzip.compress(_pack_tar("a.jsonl")), ": is a tar archive. Unpack it"),
         ("a.jsonl", bz2.compress(b"{}"), ": is compressed with bzip2. Unpack it"),
         ("a.jsonl.xz", lzma.compress(b"{}"), ": is compressed with xz. Unpack it"),
         ("a.arrow", b"ARROW1\0\0", ": is an Arrow file. Save it as Parquet, or name the directory"),

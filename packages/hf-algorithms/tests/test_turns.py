@@ -240,6 +240,11 @@ def test_templates_and_options_that_cannot_be_used_are_refused(tokenizers, tmp_p
             TurnFormat(tokenizer, template=template)
     with pytest.raises(ConfigError, match=r"data.template_options has add_generation_prompt, which is not a variable"):
         TurnFormat(tokenizer, options={"add_generation_prompt": False})
+    misspelt = r"data.template_options has message, which the chat template does not read. Did you mean 'messages'\?"
+    with pytest.raises(ConfigError, match=misspelt):
+        TurnFormat(tokenizer, options={"message": 1})
+    with pytest.raises(ConfigError, match=r"has zzz, which the chat template does not read. Remove it"):
+        TurnFormat(tokenizer, options={"zzz": 1})
     with pytest.raises(ConfigError, match=r"data.template_options has messages, which is not a variable"):
         TurnFormat(tokenizer, options={"messages": []})
     with pytest.raises(ConfigError, match=r"data.chat_template = 'absent.jinja': cannot be read as a file \(No such"):

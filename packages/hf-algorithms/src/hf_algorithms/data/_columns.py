@@ -178,9 +178,11 @@ def _choose(
     for names in candidates:
         found = [name for name in names if _is_present(records, name)]
         if len(found) > 1:
+            first = {name: next(n for n, each in enumerate(records, 1) if _is_present([each], name)) for name in found}
+            is_spread = len({*first.values()}) > 1
+            shown = [show(name) + (f" (row {row})" if is_spread else "") for name, row in first.items()]
             raise DataError(
-                f"{where}: {' and '.join(map(show, found))} may each hold the {role}. Set data.{role}_field to the "
-                "one that does"
+                f"{where}: {' and '.join(shown)} may each hold the {role}. Set data.{role}_field to the one that does"
             )
         if found:
             return found[0]

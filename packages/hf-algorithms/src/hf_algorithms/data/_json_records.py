@@ -52,10 +52,15 @@ def parse_object(line: bytes, *, where: str) -> Mapping[str, Any]:
             f"{where} is not UTF-8: byte {error.start + 1} of the line is {line[error.start]:#04x}. Save it as UTF-8"
         ) from error
     except json.JSONDecodeError as error:
+        reason = error.msg.removesuffix(" at")
         raise DataError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}: {_excerpt(line)}. {_REMEDY}"
+            f"{where} is not JSON: {reason} at column {error.colno}: {_excerpt(line)}. {_REMEDY}"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise DataError(
+            f"{where} nests too deeply: {_excerpt(line)}. Remove what is nested, or write it as text"
+        ) from error
+    except ValueError as error:
         raise DataError(f"{where} is not JSON: {error}: {_excerpt(line)}. {_REMEDY}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where} is a JSON {describe_json_kind(record)}, not an object: {_excerpt(line)}. {_REMEDY}")

@@ -232,7 +232,9 @@ def read_message(message: Mapping[str, Any], where: str) -> Message:
     elif not isinstance(content, str):
         if isinstance(content, bool) or not isinstance(content, int | float):
             raise DataError(f"{where} has a JSON {describe_json_kind(content)} as content, not text. Correct it")
-        kept["content"] = content.spelling if isinstance(content, SpelledNumber) else str(content)
+        kept["content"] = text = content.spelling if isinstance(content, SpelledNumber) else str(content)
+        if isinstance(content, float) and content - content != 0:
+            raise DataError(f"{where} has {text} as content, not a finite number. Correct it")
     return kept
 
 
@@ -269,7 +271,10 @@ def _read_answer(record: Mapping[str, Any], name: str, *, is_learned: bool) -> s
             "Write the whole chat as messages"
         )
     elif isinstance(value, bool | list | tuple | Mapping):
-        value = json.dumps(value, ensure_ascii=False)
+        try:
+            value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            raise DataError(f": field {show(name)} holds NaN or Infinity. Correct the row") from None
     return _read_text(value, name, wanted="text or a number", role="answer")
 
 

@@ -30,12 +30,14 @@ _HEADS = {
     b"\x28\xb5\x2f\xfd": "is compressed with Zstandard. Unpack it",
     b"BZh": "is compressed with bzip2. Unpack it",
     b"\xfd7zXZ\x00": "is compressed with xz. Unpack it",
+    b"PK\x03\x04": "is a ZIP archive or a workbook. Unpack it, or save it as CSV",
     b"7z\xbc\xaf\x27\x1c": "is a 7z archive. Unpack it",
     b"ARROW1": "is an Arrow file. Save it as Parquet, or name the directory that `datasets` saved",
     b"\x80\x03": "is a pickle of Python. Save it as JSONL or Parquet",
     b"\x80\x04": "is a pickle of Python. Save it as JSONL or Parquet",
     b"\x80\x05": "is a pickle of Python. Save it as JSONL or Parquet",
 }
+_TAR_PLACE = 257
 _MOST_BLANKS = 1 << 16
 
 
@@ -142,6 +144,8 @@ def _open_plain_file(place: Path, shown: str) -> Table:
             raise DataError(f"{shown}: is a Parquet file that is compressed with gzip. Unpack it")
         return ParquetTable(place, shown)
     foreign = next((what for magic, what in _HEADS.items() if head.startswith(magic)), None)
+    if head[_TAR_PLACE:].startswith(b"ustar"):
+        foreign = "is a tar archive. Unpack it"
     if head and (foreign := foreign or describe_stand_in(head)) is not None:
         raise DataError(f"{shown}: {foreign}. Data is {FORMATS}")
     suffix = Path(place.name.removesuffix(".gz")).suffix.lower()

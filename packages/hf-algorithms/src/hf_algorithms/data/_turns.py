@@ -6,6 +6,7 @@ beginning of a sequence and the end of a turn.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_algorithms.data._rows import Message
 from hf_protocols.errors import ConfigError, DataError, ModelError
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -261,7 +263,8 @@ class TurnFormat:
         with raised_as(
             lambda error: DataError(
                 f"{where}: the chat template refuses this chat: {one_line(error).rstrip('.')}. Change the row's "
-                "messages, data.system_prompt or data.chat_template"
+                f"messages, {'data.template_options, ' if self._options else ''}data.system_prompt or "
+                "data.chat_template"
             )
         ):
             return self._render(chat, **how)
@@ -293,12 +296,26 @@ class TurnFormat:
             raise ConfigError(
                 f"data.template_options has {taken[0]}, which is not a variable of a chat template. Remove it"
             )
+        if self.has_template:
+            self._refuse_unread()
         if self._takes_texts_as_chats and not self.has_template:
             key = "data.template_options" if self._system_prompt is None else "data.system_prompt"
             raise ConfigError(
                 f"{key} is set, and the tokenizer of {self._label} has no chat template. Set data.chat_template to a "
                 f"file or a text, or remove {key}"
             )
+
+    def _refuse_unread(self) -> None:
+        """Refuses an option that the template does not name."""
+        template: Any = self._template or getattr(self._tokenizer, "chat_template", None)
+        words = dict.fromkeys(
+            re.findall(r"\w+", " ".join(template.values()) if isinstance(template, dict) else template)
+        )
+        for name in self._options:
+            if name not in words:
+                near = find_similar(name, words)
+                hint = f"Did you mean {show(near[0])}?" if near else "Remove it"
+                raise ConfigError(f"data.template_options has {name}, which the chat template does not read. {hint}")
 
     def _refuse_malformed(self) -> None:
         from hf_engine.model_directory import one_line

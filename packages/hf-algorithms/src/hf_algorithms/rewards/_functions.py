@@ -263,8 +263,9 @@ def _pickle(spec: FunctionSpec) -> bytes | None:
 
 
 def _describe(spec: FunctionSpec, function: Any, kind: str) -> str:
-    if isinstance(spec.function, str) and is_url(spec.function):
-        return f"the {kind} server {hide_secrets(spec.function)}"
+    if isinstance(spec.function, str):
+        is_server = is_url(spec.function)
+        return f"the {kind} {'server' if is_server else 'function'} {hide_secrets(spec.function)}"
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     return f"the {kind} function {module}:{name}" if module and name else f"the {kind} function {show(function)}"
 

@@ -12,6 +12,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from threading import Timer
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -26,6 +27,8 @@ __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 _HOME = "hf_algorithms.rewards"
 _DIGESTS: dict[str, str] = {}
 """SHA-256 of the file of each user's module, by the module's name, when it was loaded: it may be edited after that."""
+_SLOW_IMPORT_S = 10.0
+"""After this an import of a user's module is mentioned: nothing else would say why the program waits."""
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
@@ -87,6 +90,9 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
     importlib.invalidate_caches()
     spec = _find_in(folders, module_name)
     root, dot, rest = module_name.partition(".")
+    slow = Timer(_SLOW_IMPORT_S, _say_slow, (name, module_name))
+    slow.daemon = True
+    slow.start()
     try:
         if spec is None:
             return importlib.import_module(module_name)
@@ -111,6 +117,14 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         GeneratorExit,
     ) as error:  # a user's module may raise anything, which the user should see
         raise ConfigError(f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}") from error
+    finally:
+        slow.cancel()
+
+
+def _say_slow(name: str, module_name: str) -> None:
+    line = f"{show(name)}: importing {shorten(module_name)} has taken {_SLOW_IMPORT_S:g} s and goes on"
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 @contextmanager

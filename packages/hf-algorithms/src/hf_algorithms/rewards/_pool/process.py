@@ -139,9 +139,9 @@ def call_function(function: Callable[..., Any], calls: Calls, number: int) -> Ou
         if type(result) is not float and inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
         return _read(result, calls, number, kwargs)
-    except (KeyboardInterrupt, Terminated):  # where functions run in the program itself
-        raise
-    except BaseException as error:  # noqa: BLE001 - a user's function may raise anything, which is reported
+    except BaseException as error:
+        if _progress is None and isinstance(error, KeyboardInterrupt | Terminated):
+            raise  # functions run in the program itself, which is asked to end
         return _describe(error, calls.deadline_s * calls.num_rows[number])
 
 
