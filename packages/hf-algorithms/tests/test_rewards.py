@@ -252,6 +252,14 @@ def test_a_module_that_fails_to_import_shows_where(folder, source, says):
     assert "failing.py" in str(caught.value)
 
 
+def test_an_address_of_another_scheme_is_named_without_its_secret():
+    with pytest.raises(
+        ConfigError, match=r"^'ftp://[^@]*@host/score': a server is asked by http:// or https://"
+    ) as caught:
+        load_function("ftp://me:secret@host/score")
+    assert "secret" not in str(caught.value)
+
+
 def test_an_import_that_takes_long_is_mentioned(folder, monkeypatch, capfd):
     monkeypatch.setattr("hf_algorithms.rewards._load._SLOW_IMPORT_S", 0.01)
     (folder / "slow_rewards.py").write_text("import time\ntime.sleep(0.3)\nscore = print\n")

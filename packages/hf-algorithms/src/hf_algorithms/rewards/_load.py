@@ -16,6 +16,7 @@ from threading import Timer
 from types import FunctionType, ModuleType
 from typing import Any
 
+from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
@@ -49,6 +50,10 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
     """
     if name in SHIPPED:
         name = f"{_HOME}:{name}"
+    if "://" in name:
+        raise ConfigError(
+            f"{show(hide_secrets(name))}: a server is asked by http:// or https:// alone. Correct its address"
+        )
     module_name, colon, function_name = name.rpartition(":")
     folders = list(dict.fromkeys(str(Path(folder).resolve()) for folder in search_path))
     is_file = module_name.endswith(".py")
