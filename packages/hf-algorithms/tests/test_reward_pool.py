@@ -126,6 +126,7 @@ def test_an_exception_ends_the_run_with_its_place(functions: ScoringFunctions, f
     message = str(caught.value)
     assert "the reward function pooled_rewards:by_text raised ValueError: it is me" in message
     assert f"{folder}/pooled_rewards.py:11, in by_text" in message
+    assert "while it scored sample 1: prompt " in message and "response 'raise'" in message
     with pytest.raises(RewardError, match="leaves raised SystemExit: 7"):
         functions.score(samples("a"), [LEAVES])
     with pytest.raises(RewardError, match="leaves raised KeyboardInterrupt"):

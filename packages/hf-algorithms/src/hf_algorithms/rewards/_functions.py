@@ -93,7 +93,9 @@ class _Bound:
     def refuse(self, samples: Samples, rows: Sequence[int], outcome: Outcome | None) -> None:
         """Raises what the function did wrong."""
         if isinstance(outcome, RaisedCall):
-            raise RewardError(f"{self.label} raised {outcome.text}")
+            several = f", the first of {len(rows)}" if len(rows) > 1 else ""
+            scored = "" if outcome.is_load else f"\n  while it scored {samples.describe(rows[0])}{several}"
+            raise RewardError(f"{self.label} raised {outcome.text}{scored}")
         if isinstance(outcome, WrongResult):
             which = "" if outcome.row is None else f" for {samples.describe(rows[outcome.row])}"
             raise RewardError(f"{self.label} {outcome.problem}{which}. {outcome.advice}")

@@ -48,6 +48,8 @@ class RaisedCall:
     """The function raised; the text has the place in its code."""
 
     text: str
+    is_load: bool = False
+    """True where its module could not be loaded."""
 
 
 @dataclass(frozen=True)

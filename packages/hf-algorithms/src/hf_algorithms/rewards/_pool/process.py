@@ -101,7 +101,7 @@ def initialize(loaders: Sequence[bytes], progress: mmap.mmap, host_pid: int, clo
             _functions.append(pickle.loads(loader).load())
         if caught.error is not None:  # every call reports it
             reason = f"{describe_raised(caught.error)}\n  while it was loaded in a process of the pool"
-            _functions.append(RaisedCall(reason))
+            _functions.append(RaisedCall(reason, is_load=True))
 
 
 def run_chunk(calls: Calls, slot: int, budget_s: float) -> ChunkResult:
