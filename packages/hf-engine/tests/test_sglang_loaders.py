@@ -26,20 +26,8 @@ from hf_protocols import BackendError
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
 
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-"""Families with latent attention, whose positions SGLang on a CPU computes with stretched contexts only."""
 REFUSED = ("bloom", "falcon", "llama4_text", "phi", "phimoe")
 """Families that the rules for SGLang do not admit."""
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +38,7 @@ def alone() -> Iterator[LocalRanks]:
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_an_update_ends_where_a_load_does(alone, tmp_path, family):
-    config = {"rope_parameters": YARN} if family in LATENT else {}
-    model, other = (write_engine_family(tmp_path / f"seed {seed}", family, seed=seed, **config) for seed in (0, 3))
+    model, other = (write_engine_family(tmp_path / f"seed {seed}", family, seed=seed) for seed in (0, 3))
     refusal = None
     try:
         check_sglang_runs(read_model_directory(model), on_cpu=False, max_positions=1)

@@ -1,7 +1,7 @@
 """A reader's side: find the shards of its rows, fetch the columns it reads, and build one TensorDict of them.
 
-Of shards on this machine whole arrays are there, of others slices are fetched. A column is a view where its rows are
-neighbours in one shard, otherwise one copy; or it is viewed in runs of rows.
+Shards on this machine are read as whole arrays; of shards on other machines, slices are fetched. A column is a view if
+its rows are neighbours in one shard, otherwise one copy; or it is viewed in runs of rows.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Executor(Dispatcher):
     Attributes:
         trace: the spans of all calls.
         failure_log: their failures, and which of them the program knows.
-        call_timeout_s: deadline of a call, where there is no other.
+        call_timeout_s: deadline of a call without a deadline of its own.
     """
 
     def __init__(self) -> None:

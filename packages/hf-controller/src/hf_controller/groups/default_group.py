@@ -196,7 +196,7 @@ def leave_joint_group(group: Any) -> None:
 
 
 def is_only_group(group: Any) -> bool:
-    """True if `group` is the default group of this process and there is no other one."""
+    """True if `group` is the default group of this process, and its only group."""
     from torch.distributed import distributed_c10d as c10d
 
     return c10d._world.default_pg is group and len(c10d._world.pg_map) == 1

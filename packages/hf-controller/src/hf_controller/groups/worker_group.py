@@ -133,7 +133,7 @@ class Dispatcher(ABC):
     Attributes:
         trace: the spans of all calls.
         failure_log: their failures, and which of them the program knows.
-        call_timeout_s: deadline of a call, where there is no other.
+        call_timeout_s: deadline of a call without a deadline of its own.
     """
 
     trace: Trace

@@ -28,7 +28,7 @@ SGLANG_EXPERTS = (
 _NOT_IN_SGLANG = ("bloom", "falcon")
 """Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
 _WINDOWS_IN_SGLANG = ("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
-"""Families whose sliding windows SGLang 0.5.23 computes; of others it leaves them out."""
+"""Families whose sliding windows SGLang 0.5.23 computes. It ignores the windows of all other families."""
 _DEVICES_IN_SGLANG = ("exaone4",)
 """Families for which SGLang 0.5.23 wants an attention that runs on devices only."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
