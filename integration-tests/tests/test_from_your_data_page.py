@@ -98,6 +98,8 @@ def test_a_notebook_goes_the_same_way(folder: Path) -> None:
     refused, _, failed, trained, evaluated, last = [cell.outputs for cell in notebook.cells]
     assert refused[-1].ename == "DataError" and "row 2" in refused[-1].evalue and not (folder / "refused").exists()
     assert refused[-1].traceback == [f"DataError: {refused[-1].evalue}"], "one line, without our frames"
+    cells = [refused, failed, trained, evaluated, last]
+    assert not [each.text for cell in cells for each in cell if each.output_type == "stream" and each.name == "stderr"]
     assert failed[-1].output_type == "error" and "on purpose" in failed[-1].evalue
     assert list(map(type, json.loads(read_last_line(trained)))) == [float] * 4
     assert "eval/held_out/names_the_number" in read_last_line(evaluated)

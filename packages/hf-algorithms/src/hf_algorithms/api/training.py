@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.api.inputs import InputFolder
+from hf_algorithms.api.notebook import is_notebook
 from hf_algorithms.api.value_names import naming_parameters
 from hf_protocols.errors import ConfigError
 from hf_protocols.toml import read_toml
@@ -252,7 +252,7 @@ def _run(
     if output_dir is not None:
         run["output_dir"] = os.fspath(output_dir)
     run.setdefault("output_dir", str(_choose_folder(command)))
-    if "executor" not in run and _is_notebook():
+    if "executor" not in run and is_notebook():
         run["executor"] = "in_process"
     directory = RunDirectory(Path(run["output_dir"]).expanduser(), overwrite=overwrite)
     inputs = InputFolder(directory.path.with_name(f"{directory.path.name}.inputs"))
@@ -315,11 +315,6 @@ def _read_result(run: Path, summary: dict[str, Any] | None = None) -> TrainingRe
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{run}: its summary.json or metrics.jsonl cannot be read ({error})") from None
     return TrainingResult(summary=summary, metrics=metrics, run_dir=run, model_dir=run / "model")
-
-
-def _is_notebook() -> bool:
-    """True while IPython runs a cell."""
-    return hasattr(builtins, "get_ipython")
 
 
 def _choose_folder(command: str) -> Path:
