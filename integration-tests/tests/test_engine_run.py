@@ -18,7 +18,7 @@ from small_runs import Outcome, read_metrics, without_times
 SIZES = ("model.hidden_size=64", "model.num_heads=2")
 RESUMED = (
     "run.iterations=4", "run.checkpoint_every=2", "run.eval_every=4", "algorithm.name=grpo",
-    "rollout.samples_per_prompt=2", "optimizer.actor_learning_rate=1e-3", "rollout.backend=vllm",
+    "rollout.samples_per_prompt=2", "optimizer.actor_learning_rate=1e-3",
     "rollout.options.cache_bytes=16777216",
 )  # fmt: skip
 KILLER = """
@@ -35,13 +35,13 @@ def kill(iteration, metrics):
         os.kill(os.getpid(), signal.SIGKILL)
 """
 
+ENGINES = [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("gen_tp_size", [1, 2])
-@pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
-)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_is_the_same_with_another_engine(
     small_config: Path,
     hybridflow: Callable[..., Outcome],
@@ -88,14 +88,14 @@ def test_a_run_is_the_same_with_another_engine(
         assert row == pytest.approx(wanted, abs=2e-4, rel=1e-3)
 
 
-@pytest.mark.vllm
-def test_a_killed_run_of_vllm_has_the_same_curves(
-    small_config: Path, hybridflow: Callable[..., Outcome], tmp_path: Path
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_killed_run_has_the_same_curves(
+    small_config: Path, hybridflow: Callable[..., Outcome], tmp_path: Path, engine: str
 ) -> None:
     """The third and fourth iteration, which were done before the kill and are done again from the commit."""
     (tmp_path / "killer.py").write_text(KILLER)
     function = ("--set", f"run.on_metrics={tmp_path / 'killer.py'}:kill")
-    words = [word for key in (*SIZES, *RESUMED) for word in ("--set", key)]
+    words = [word for key in (*SIZES, *RESUMED, f"rollout.backend={engine}") for word in ("--set", key)]
     command = [Path(sys.executable).with_name("hybridflow"), "train", small_config, *words, *function]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}  # of its reward
     assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
