@@ -23,6 +23,27 @@ from hf_algorithms.recipes import RECIPES, StepContext
 
 ABSOLUTE = 1e-6
 SEEDS = range(20)
+STATED = {
+    "trl": {
+        "online_dpo with equal scores": "TRL prefers the first of two responses with equal scores; here the pair is "
+        "skipped and counted",
+        "gspo with a KL term": "TRL weighs the KL term of each token by the ratio of the whole sequence; here it is "
+        "the token's own ratio",
+        "gmpo with an empty row": "TRL takes the mean over all rows; a row without a trained token does not count here",
+        "grpo's loss type with an empty row": "TRL takes the mean over all rows; a row without a trained token does "
+        "not count here",
+    },
+    "verl": {
+        "gmpo with an empty row": "verl takes the mean over all rows; a row without a trained token does not count "
+        "here",
+        "dr_grpo in another width": "verl divides by the width of the padded batch unless `loss_scale_factor` is set; "
+        "ours is `rollout.max_new_tokens`, independent of the longest row",
+        "grpo corrected by sequence_mask": "verl divides by the tokens of kept responses alone, which inflates them; "
+        "here the denominator stays",
+        "k3 above 10": "verl cuts the value of k3 at 10, where its gradient ends",
+    },
+}
+"""Cases of each peer that differ, and why."""
 
 Columns = Mapping[str, torch.Tensor]
 

@@ -10,24 +10,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import conformance_trl
-import conformance_verl
-from conformance import ABSOLUTE, ROOT, find_failures
+from conformance import ABSOLUTE, ROOT, STATED, find_failures
 from measurement import RESULTS, record
 
 from hf_algorithms.recipes.conventions import CONVENTIONS, RELEASES
 from hf_protocols.toml import format_toml_value
 
 PAGE = ROOT / "docs" / "reference" / "conformance.md"
-STATED = {"trl": conformance_trl.DIFFERENCES, "verl": conformance_verl.DIFFERENCES}
 _QUANTITIES = ("advantages", "returns", "loss", "gradient", "coefficient")
 
 
-def publish(peer: str, found: Mapping[str, Any], differences: Mapping[str, str]) -> int:
+def publish(peer: str, found: Mapping[str, Any]) -> int:
     """Writes the result of a run and the page's tables; returns 1 where something is not as stated."""
     metrics = {name: (value, "largest difference") for name, value in found["largest"].items()}
     record(f"conformance_{peer}", metrics, versions=found["versions"])
-    failures = find_failures(found["largest"], differences)
+    failures = find_failures(found["largest"], STATED[peer])
     print("\n".join(failures) or "everything is as stated")
     write_tables()
     return bool(failures)

@@ -10,10 +10,6 @@ from conformance import Comparison, build_parts, draw_batch, namespace
 
 WIDTH = 11
 PROMPTS = 8
-DIFFERENCES = {
-    "online_dpo with equal scores": "TRL prefers the first of two responses with equal scores; here the pair is "
-    "skipped and counted",
-}
 
 
 def compare(comparison: Comparison, seed: int) -> None:

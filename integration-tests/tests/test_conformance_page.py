@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from conformance import ABSOLUTE, Comparison, find_failures
-from conformance_page import PAGE, STATED, build_tables
+from conformance import ABSOLUTE, STATED, Comparison, find_failures
+from conformance_page import PAGE, build_tables
 from measurement import RESULTS
 
 from hf_algorithms.recipes.conventions import CONVENTIONS
