@@ -19,7 +19,7 @@ SOURCE = ROOT.parent / "shared" / "data" / "gsm8k"
 COMMANDS = "".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)).splitlines()
 SHORT: Mapping[str, Mapping[str, object]] = {
     "steps_sft": {"run.iterations": 400, "run.eval_every": 400},
-    "steps_grpo": {"run.iterations": 100, "run.eval_every": 100},
+    "steps_grpo": {"run.iterations": 100, "run.eval_every": 100, "rollout.samples_per_prompt": 8},
     "problems_sft": {"run.iterations": 10, "run.eval_every": 10, "data.max_eval_rows": 8},
     "reward": {"run.iterations": 4, "run.eval_every": 4, "data.max_eval_rows": 64},
     "ppo": {"run.iterations": 2, "run.eval_every": 2, "data.max_eval_rows": 8, "rollout.max_new_tokens": 24},
