@@ -147,12 +147,18 @@ def algorithms(as_json: bool) -> None:
 
 
 @cli.command()
-@click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
-def doctor(as_json: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print the checks, or what was measured, as JSON.")
+@click.option("--calibrate", is_flag=True, help="Measure whether one rank or two train faster; future runs use it.")
+def doctor(as_json: bool, calibrate: bool) -> None:
     """Show versions, devices, memory and which backends are there."""
     from hf_algorithms.commands.doctor import collect_checks, format_checks, render_checks
     from hf_algorithms.run.display import build_console
 
+    if calibrate:
+        from hf_algorithms.commands.calibrate import calibrate_host
+
+        calibrate_host(as_json=as_json)
+        return
     checks = collect_checks()
     if as_json:
         click.echo(format_checks(checks))

@@ -302,8 +302,8 @@ class ClusterConfig(Section):
     """Kind of the catalogue of hf-mapper; `cpu`: host processes."""
     machines: Slots = 1
     """Machines of the cluster, all alike."""
-    gpus_per_machine: Slots = 2
-    """Ranks per machine."""
+    gpus_per_machine: Slots | None = None
+    """Ranks per machine; left out: 2, or on the host 1 where `hybridflow doctor --calibrate` found one rank faster."""
     inter_bandwidth_bytes_per_s: Positive = 25e9
     """Between machines, one way; used where there is more than one."""
     address: Annotated[str, Field(min_length=1)] = "local"

@@ -59,8 +59,8 @@ def _check_devices(config: Config, plan: MappingPlan) -> None:
         )
     if found < wanted:
         raise ConfigError(
-            f"cluster.gpus_per_machine = {config.cluster.gpus_per_machine}: the plan needs {wanted} CUDA devices, and "
-            f"this machine has {found}. Lower cluster.gpus_per_machine, or set cluster.address"
+            f"cluster.gpu = {show(config.cluster.gpu)}: the plan needs {wanted} CUDA devices, and this machine has "
+            f"{found}. Lower cluster.gpus_per_machine, or set cluster.address"
         )
 
 

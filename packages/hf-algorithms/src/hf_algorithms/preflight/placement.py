@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from hf_algorithms.dataflow import derive_dataflow
+from hf_algorithms.preflight.calibration import choose_ranks, read_calibration
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_engine import ChecksLayout, ChecksOptions, SamplingParams, load_rollout_backend, load_train_backend
 from hf_protocols import (
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 _HOST_KIND = "cpu"
+_USUAL_SLOTS = 2
+"""Of a machine whose number is not given."""
 
 
 def require_mapper() -> None:
@@ -218,7 +221,7 @@ def plan_placement(
 
     Raises:
         PlanError: if nothing fits, or hf-mapper is not installed.
-        ConfigError: for an unknown kind of GPU.
+        ConfigError: for an unknown kind of GPU, or a calibration of the host that cannot be read.
     """
     require_mapper()
     from hf_mapper import AdapterSpec, SoftwareSpec, WorkloadSpec, map_dataflow
@@ -233,7 +236,7 @@ def plan_placement(
     )
     models = {role: shapes[role] for role in dataflow.roles if role in shapes}
     backends = {role: (config.train_backend(role)[1],) for role in models}
-    return map_dataflow(dataflow, models, _describe_cluster(config), workload, backends=backends)
+    return map_dataflow(dataflow, models, _describe_cluster(config, models.values()), workload, backends=backends)
 
 
 def compute_workload(config: Config, *, prompt_tokens: int, response_tokens: int | None = None) -> dict[str, Any]:
@@ -331,7 +334,16 @@ def _count_slots(config: Config) -> tuple[int, int]:
     """Machines, and slots of each; one of each for an in-process run."""
     if config.run.executor == "in_process":
         return 1, 1
-    return config.cluster.machines, config.cluster.gpus_per_machine
+    return config.cluster.machines, config.cluster.gpus_per_machine or _USUAL_SLOTS
+
+
+def _choose_slots(config: Config, shapes: Iterable[ModelShape]) -> tuple[int, int]:
+    """Those of `_count_slots`; where the slots of a host are not given, as many as its calibration found faster."""
+    machines, slots = _count_slots(config)
+    if config.cluster.gpus_per_machine is None and config.cluster.gpu == _HOST_KIND and slots > 1:
+        timings = read_calibration(num_cores=read_machine_limits().num_cpus)
+        slots = choose_ranks(timings, max(each.num_parameters for each in shapes)) or slots
+    return machines, slots
 
 
 def _check_machines(config: Config, plan: MappingPlan) -> None:
@@ -362,10 +374,10 @@ def _check_machines(config: Config, plan: MappingPlan) -> None:
         )
 
 
-def _describe_cluster(config: Config) -> ClusterSpec:
+def _describe_cluster(config: Config, shapes: Iterable[ModelShape]) -> ClusterSpec:
     from hf_mapper import ClusterSpec, MachineSpec, gpu, host_gpu
 
-    (machines, slots), kind = _count_slots(config), config.cluster.gpu
+    (machines, slots), kind = _choose_slots(config, shapes), config.cluster.gpu
     try:
         device = host_gpu(memory_bytes=read_machine_limits().memory_bytes // slots) if kind == _HOST_KIND else gpu(kind)
     except ConfigError as error:

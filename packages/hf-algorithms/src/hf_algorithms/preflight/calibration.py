@@ -1,0 +1,94 @@
+"""The file of `hybridflow doctor --calibrate`: times of an iteration with one rank and with two on this host."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_algorithms.atomic_files import write_text
+from hf_protocols import ConfigError
+from hf_protocols.validation import show
+
+__all__ = ["ARRANGEMENTS", "HostTiming", "choose_ranks", "find_calibration", "read_calibration", "write_calibration"]
+
+ARRANGEMENTS = (1, 2)
+"""Numbers of ranks that are compared; together they have all cores."""
+_REPEAT = "Run hybridflow doctor --calibrate again, or remove the file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTiming:
+    """The time of an iteration of GRPO on this host.
+
+    Attributes:
+        parameters: of the model that was trained.
+        ranks: that shared the cores.
+        seconds: of an iteration, the median.
+    """
+
+    parameters: int
+    ranks: int
+    seconds: float
+
+
+def find_calibration() -> Path:
+    """The file, which may not be there: `hybridflow/calibration.json` in the user's folder of caches."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "hybridflow" / "calibration.json"
+
+
+def write_calibration(timings: Iterable[HostTiming], *, num_cores: int) -> Path:
+    """Writes what was measured on a host with that many cores; returns the file.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    path = find_calibration()
+    text = json.dumps({"num_cores": num_cores, "timings": [asdict(each) for each in timings]}, indent=2)
+    try:
+        return write_text(path, f"{text}\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error}). Set XDG_CACHE_HOME to a folder that can be") from None
+
+
+def read_calibration(*, num_cores: int) -> list[HostTiming]:
+    """Returns the measurements, none where there is no file or it is of a host with another number of cores.
+
+    Raises:
+        ConfigError: if the file cannot be read, or is not one that `write_calibration` wrote.
+    """
+    path = find_calibration()
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        timings = [_check(HostTiming(**each)) for each in found["timings"]]
+        return timings if found["num_cores"] == num_cores else []
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ConfigError(f"{path}: is not a calibration of this host ({error}). {_REPEAT}") from None
+
+
+def choose_ranks(timings: Iterable[HostTiming], parameters: int) -> int | None:
+    """The number of ranks with the shortest iteration, by the model of the nearest size; None without measurements."""
+
+    def rank(timing: HostTiming) -> tuple[float, float]:
+        return abs(math.log(timing.parameters / max(1, parameters))), timing.seconds
+
+    nearest = min(timings, key=rank, default=None)
+    return None if nearest is None else nearest.ranks
+
+
+def _check(timing: HostTiming) -> HostTiming:
+    values: dict[str, Any] = asdict(timing)
+    for name, value in values.items():
+        is_number = type(value) is int or (name == "seconds" and type(value) is float)
+        if not is_number or not 0 < value < math.inf:
+            raise ValueError(f"{name} = {show(value)}")
+    if timing.ranks not in ARRANGEMENTS:
+        raise ValueError(f"ranks = {timing.ranks}")
+    return timing
