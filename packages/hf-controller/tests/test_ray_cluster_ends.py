@@ -86,6 +86,23 @@ def test_a_cluster_that_ends_is_one_error_and_leaves_nothing(process, called, tm
         time.sleep(0.1)
 
 
+@pytest.mark.parametrize(("process", "called"), [("gcs_server", "GCS"), ("raylet", "raylet")])
+def test_a_stopped_cluster_is_named_and_ends_with_its_program(process, called, tmp_path):
+    """The deadline of the call passes, and leaving the cluster does not wait for the stopped process."""
+    program = start(600, tmp_path / "asleep")
+    try:
+        (victim,) = find_children(program.pid, process)
+        os.kill(victim, signal.SIGSTOP)
+        _, errors = program.communicate(timeout=120)
+    finally:
+        program.kill()
+        program.communicate()
+    assert program.returncode == 1
+    (raised,) = (line for line in errors.splitlines() if "WorkerTimeoutError: " in line)
+    assert f"The {called} of the cluster was stopped, as by SIGSTOP." in errors, raised
+    assert not Path(f"/proc/{victim}").exists()
+
+
 def test_a_program_that_was_stopped_goes_on(tmp_path):
     """For longer than the deadline of its call, which takes less than that afterwards, and than Ray's own patience."""
     program = start(40.0, tmp_path / "asleep")

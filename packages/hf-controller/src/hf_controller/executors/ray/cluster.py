@@ -146,9 +146,15 @@ class Cluster:
         if self._spilling is not None and self._spilling.announce(num_bytes):
             self._spilling = None
 
-    def describe_stopped(self) -> list[str]:
-        """The cluster's own processes that a signal such as SIGSTOP holds."""
-        return [name for name, process in self._services.items() if is_stopped(process.pid)]
+    def resume_stopped(self) -> list[str]:
+        """Continues the cluster's own processes that a signal such as SIGSTOP holds, and returns what they are called.
+
+        Ray waits without end for their answers: when it starts an actor, and when it is shut down.
+        """
+        stopped = {name: process for name, process in self._services.items() if is_stopped(process.pid)}
+        for process in stopped.values():
+            process.send_signal(signal.SIGCONT)
+        return list(stopped)
 
     def stop(self, *, keeps_logs: bool = False) -> None:
         """Leave the cluster; a local one ends with all its processes and files.
@@ -158,6 +164,7 @@ class Cluster:
         """
         atexit.unregister(self.stop)
         self._look_for_spilling()
+        self.resume_stopped()
         ray.shutdown()
         if self._watchdog is not None:
             self._watchdog.dismiss(keeps_logs=keeps_logs)

@@ -313,12 +313,13 @@ class Supervisor:
         seconds, key = call.deadline
         head = f"{call.role}.{call.method} is not done after {seconds:g} s on rank(s) {', '.join(map(str, late))}"
         silent: list[HostProcess] = []
+        stopped = self._cluster.resume_stopped()
 
         def describe() -> str:
             told = describe_processes(members, self._inquirer, _ANSWER_TIMEOUT_S)
             silent.extend(process for process, (answers, _) in zip(members, told, strict=True) if not answers)
             who = f"{', '.join(each.label for each in silent)} did not move. " if silent else ""
-            who += "".join(f"The {name} of the cluster is stopped. " for name in self._cluster.describe_stopped())
+            who += "".join(f"The {name} of the cluster was stopped, as by SIGSTOP. " for name in stopped)
             unread = call.describe_unread()
             return "\n".join(
                 [
