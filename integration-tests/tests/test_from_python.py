@@ -168,6 +168,10 @@ def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
         with lock:
             return [0.25] * len(completions)
 
+    with pytest.raises(
+        ConfigError, match=r"data: is one mapping, with the keys train, test\. Pass the rows of one set"
+    ):
+        hf_algorithms.generate(model, data={"train": ROWS, "test": ROWS}, output="texts.jsonl")
     written = hf_algorithms.generate(model, data=["1+1=", "2+2="], output="texts.jsonl", max_new_tokens=3)
     assert written.rows == 2 and '"prompt": "1+1="' in Path("texts.jsonl").read_text()
     sets = {"all": datasets.Dataset.from_list(ROWS), "some": ROWS[:3]}
@@ -192,7 +196,89 @@ def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
         ({"metrics": [3]}, "metric 'function_1' = 3: is not a function"),
         ({"metrics": 3}, "metrics = 3: is not a function"),
         ({"metrics": {"a b": held}}, "the name 'a b' must consist of letters"),
+        ({"temperature": "hot"}, "temperature = 'hot': is not a number"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
     ):
         with pytest.raises((ConfigError, DataError)) as refused:
             hf_algorithms.evaluate(model, **{"data": ROWS, "metrics": ["exact_match"], **arguments})
         assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+class Frame:
+    """Has what a data frame has, whose iteration yields the names of columns."""
+
+    columns = ("prompt", "answer")
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def to_dict(self, orient: str) -> list[dict[str, str]]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (Frame(), "is a data frame. Pass its to_dict('records')"),
+        ({"1+1="}, "is of type set. Pass a list of mappings, or a path"),
+        (b"1+1=", "is of type bytes. Pass"),
+        (5, "is of type int. Pass"),
+        (iter(ROWS), "is of type list_iterator, which has no length"),
+    ],
+)
+def test_what_is_no_list_of_rows_is_refused(notebook: Path, rows: Any, message: str) -> None:
+    """Iterated, a frame or a mapping would have passed its names for prompts."""
+    for call in (hf_algorithms.train, hf_algorithms.sft, hf_algorithms.dpo, hf_algorithms.reward_model):
+        with pytest.raises(ConfigError, match=f"dataset 'train': {re.escape(message)}"):
+            call(TINY, rows, set=SMALL)
+    assert not list(notebook.iterdir())
+
+
+def test_values_of_other_kinds_are_refused(notebook: Path) -> None:
+    """Before anything is read or made."""
+    model = "no-model"
+    cases: list[tuple[str, Any]] = [
+        ("output=None: give a path", lambda: hf_algorithms.generate(model, data=ROWS, output=None)),  # type: ignore[arg-type]
+        ("output=5: give a path", lambda: hf_algorithms.export(model, output=5)),  # type: ignore[arg-type]
+        ("output=5: give a path", lambda: hf_algorithms.evaluate(model, data=ROWS, output=5)),  # type: ignore[arg-type]
+        ("merge='no': give True or False", lambda: hf_algorithms.export(model, output="o", merge="no")),  # type: ignore[arg-type]
+        ("overwrite = 'no': is not True or False", lambda: hf_algorithms.train(TINY, ROWS, len, overwrite="no")),  # type: ignore[arg-type]
+        ("config: cannot pickle", lambda: hf_algorithms.train(config={"run": {"seed": threading.Lock()}})),
+        ("model: has the keys hiden_size. Give path", lambda: hf_algorithms.train({"hiden_size": 3}, ROWS, len)),
+    ]  # fmt: skip
+    for message, call in cases:
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            call()
+    assert not list(notebook.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("run.output_dir", {"output_dir": "p"}),
+        ("run.on_metrics", {"on_metrics": print}),
+        ("reward.function", {"reward": len}),
+        ("data.train", {}),
+    ],
+)
+def test_a_value_is_given_once(notebook: Path, key: str, given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"{next(iter(given), 'dataset')}, and set '{key}': both are given"):
+        hf_algorithms.train(TINY, ROWS, **given, set={**SMALL, key: "x:y"})
+    assert not list(notebook.iterdir())
+
+
+def test_refused_rows_are_named_as_they_were_passed(notebook: Path) -> None:
+    half = [{"prompt": "1\ud800", "answer": "1"}]
+    with pytest.raises(DataError, match=r"^dataset 'train', row 1: has '\\ud800', half of a character"):
+        hf_algorithms.train(TINY, half, len, set=SMALL)
+    empty = [*ROWS, {"prompt": "", "answer": "1"}]
+    with pytest.raises(HybridFlowError, match=r"^dataset 'train', row 9: no token stands before its answer"):
+        hf_algorithms.sft(TINY, empty, set={"training.shard": "root"})
+    with pytest.raises(HybridFlowError) as refused:
+        hf_algorithms.train(TINY, empty, {"mine": int}, set=SMALL)
+    assert "'mine' is a class" in str(refused.value) and "dataset 'train', row 9: " in str(refused.value)
+    assert "inputs" not in str(refused.value)
+    assert not list(notebook.iterdir())

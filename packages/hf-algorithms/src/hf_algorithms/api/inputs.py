@@ -56,6 +56,8 @@ class InputFolder:
         self.path = path
         self._missing = [each for each in (path, *path.parents) if not each.exists()]
         self._held: list[str] = []
+        self._names: dict[str, str] = {}
+        """Arguments as messages name them, by what a configuration has for them."""
 
     def close(self, *, is_used: bool) -> None:
         """Lets go of functions that this process holds, and removes the folder of a run that was refused.
@@ -70,6 +72,13 @@ class InputFolder:
             for folder in self._missing[1:]:
                 with suppress(OSError):
                     folder.rmdir()
+
+    def name_arguments(self, text: str) -> str:
+        """Returns a message with the arguments that were written to this folder in place of their files."""
+        for file, name in self._names.items():
+            for shown in map(re.escape, (show(file), file)):  # a long path is cut where it is shown
+                text = re.sub(rf"data\.\w+ = {shown}|{shown}(?=\W|$)", name.replace("\\", r"\\"), text)
+        return re.sub(r"(dataset '\w+'), line (\d+)", r"\1, row \2", text)
 
     @property
     def holds_functions(self) -> bool:
@@ -119,7 +128,7 @@ class InputFolder:
             what = "is empty" if reward in ({}, []) else "is not a function"
             raise ConfigError(f"reward = {show(given)}: {what}. Pass a function, its name, or a list of these")
         named = {
-            key: self._name_function(each, key, kind="reward", is_in_process=is_in_process)
+            str(key): self._name_function(each, str(key), kind="reward", is_in_process=is_in_process)
             for key, each in reward.items()
         }
         keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
@@ -145,7 +154,7 @@ class InputFolder:
             for name in data:
                 check_name(str(name), f"data {name!r}")
             return {
-                name: self.name_rows(rows, str(name), label=f"data {name!r}", text_column="prompt")
+                str(name): self.name_rows(rows, str(name), label=f"data {name!r}", text_column="prompt")
                 for name, rows in data.items()
             }
         paths = data if isinstance(data, list | tuple) else [data]
@@ -190,11 +199,7 @@ class InputFolder:
         if _is_path(rows):
             return fspath(rows)
         label = label or f"dataset {name!r}"
-        if not (hasattr(rows, "__len__") and hasattr(rows, "__iter__")):
-            raise ConfigError(
-                f"{label}: is of type {type(rows).__name__}, which has no length, and rows are read more than once. "
-                "Pass list(...) of it, or a path"
-            )
+        _refuse_other_rows(rows, label)
         if not len(rows):
             raise DataError(f"{label}: is empty. Pass at least one row")
         file = self.path / f"{name}.jsonl"
@@ -202,6 +207,7 @@ class InputFolder:
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows, start=1):
                 lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
+        self._names[str(file)] = label
         return str(file)
 
     def _name_function(self, function: Any, name: str, *, kind: str, is_in_process: bool) -> tuple[str, bool]:
@@ -228,6 +234,7 @@ class InputFolder:
         file.with_suffix(".pkl").write_bytes(pickled)
         digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
         file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
+        self._names[f"{file}:function"] = show(name)
         return f"{file}:function", False
 
 
@@ -286,6 +293,25 @@ def _has_rows(data: Any) -> bool:
     return _is_path(data) or not isinstance(data, list | tuple) or all(isinstance(each, Mapping) for each in data)
 
 
+def _refuse_other_rows(rows: Any, label: str) -> None:
+    """Refuses what is not a list of rows: iterated, a mapping or a frame yields names that would be read as prompts."""
+    kind = type(rows).__name__
+    if isinstance(rows, Mapping):
+        raise ConfigError(
+            f"{label}: is one mapping, with the keys {', '.join(map(str, rows)) or '(none)'}. Pass the rows of one set "
+            "as a list of mappings"
+        )
+    if hasattr(rows, "columns") and hasattr(rows, "to_dict"):
+        raise ConfigError(f"{label}: is a data frame. Pass its to_dict('records')")
+    if isinstance(rows, bytes | bytearray | set | frozenset) or not hasattr(rows, "__iter__"):
+        raise ConfigError(f"{label}: is of type {kind}. Pass a list of mappings, or a path")
+    if not hasattr(rows, "__len__"):
+        raise ConfigError(
+            f"{label}: is of type {kind}, which has no length, and rows are read more than once. Pass list(...) of it, "
+            "or a path"
+        )
+
+
 def _is_chat(row: Any) -> bool:
     messages = row if isinstance(row, list | tuple) else []
     return bool(messages) and all(isinstance(each, Mapping) and "role" in each for each in messages)
@@ -302,6 +328,14 @@ def _write_row(row: Any, label: str, text_column: str | None) -> str:
             "such as to_dict('records') of a data frame"
         )
     try:
-        return json.dumps(dict(row), ensure_ascii=False)
+        text = json.dumps(dict(row), ensure_ascii=False)
+        text.encode()
+        return text
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise DataError(
+            f"{label}: has {half!r}, half of a character, which no file can hold. Decode the text again, or drop the "
+            "row"
+        ) from None
     except (TypeError, ValueError) as error:
         raise DataError(f"{label}: {error}. Convert the column to texts, numbers or lists, or leave it out") from None

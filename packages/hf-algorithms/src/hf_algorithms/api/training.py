@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.api.inputs import InputFolder
 from hf_algorithms.api.notebook import is_notebook
-from hf_algorithms.api.value_names import naming_parameters
+from hf_algorithms.api.value_names import naming_parameters, rewording
 from hf_protocols.errors import ConfigError
 from hf_protocols.toml import read_toml
 from hf_protocols.validation import show
@@ -70,7 +70,8 @@ def train(
         algorithm: name that `hybridflow algorithms` lists, `file.py:RECIPE`, or the keys of `[algorithm]`; left out:
             that of `config`, else `ppo`.
         config: a TOML file or its sections; the arguments above come before it.
-        set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they come last.
+        set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they come last. A key that another argument
+            stands for, such as `run.output_dir`, is given once.
         output_dir: `run.output_dir`; by default a new folder in `runs`.
         overwrite: replaces an earlier run there.
         resume: directory of a run to go on with; then only `set`, `allow_changed` and `on_metrics` are given.
@@ -176,12 +177,31 @@ class _Given:
         _check("set", self.changes, Mapping, "a mapping of section.key to values")
         _check("resume", self.resume, (str, os.PathLike), "the directory of a run")
 
+    def refuse_doubled(self, **others: Any) -> None:
+        """Refuses keys of `set` that an argument stands for; `others` are arguments that this object has not."""
+        sets = self.dataset if isinstance(self.dataset, Mapping) else ("train",)
+        keys = {
+            "output_dir": ("run.output_dir",),
+            "on_metrics": ("run.on_metrics",),
+            "dataset": [f"data.{name}" for name in sets],
+            "reward": [f"reward.{name}" for name in _SCORERS],
+        }
+        for name, value in {**others, "dataset": self.dataset, "reward": self.reward}.items():
+            doubled = [key for key in keys[name] if key in self.changes]
+            if value is not None and doubled:
+                raise ConfigError(f"{name}, and set {show(doubled[0])}: both are given. Leave out one of them")
+
     def refuse_missing(self, body: Mapping[str, Any]) -> None:
         """Refuses sections without rows or a model, by the arguments that pass them."""
         data, model = body.get("data", {}), body.get("model", {})
         where = "" if self.config is None else ", or set {} in config"
         if self.dataset is None and "train" not in data:
             raise ConfigError(f"dataset is missing. Pass rows or a path{where.format('data.train')}")
+        if isinstance(self.model, Mapping) and not ("path" in model or "tokenizer" in model):
+            raise ConfigError(
+                f"model: has {'the keys ' + ', '.join(map(str, self.model)) if self.model else 'no keys'}. Give path, "
+                "of a model directory, or tokenizer, for a fresh model"
+            )
         if not ("path" in model or "tokenizer" in model):
             raise ConfigError(f"model is missing. Pass a directory or a hub name{where.format('model.path')}")
 
@@ -200,7 +220,10 @@ class _Given:
         if isinstance(self.config, str | os.PathLike):
             body = read_toml(Path(self.config))
         elif isinstance(self.config, Mapping):
-            body = deepcopy(dict(self.config))
+            try:
+                body = deepcopy(dict(self.config))
+            except TypeError as error:  # of a lock, or another thing that is not data
+                raise ConfigError(f"config: {error}. Give texts, numbers, and lists or mappings of them") from None
             for section, keys in body.items():
                 _check(f"config: {section}", keys, (Mapping, list), "a section. Pass its keys and values")
         else:
@@ -243,9 +266,11 @@ def _run(
     from hf_algorithms.run.directory import RunDirectory
 
     _check("on_metrics", on_metrics, Callable, "a function of an iteration and its metrics")
+    _check("overwrite", overwrite, bool, "True or False")
     if given.resume is not None:
         return _resume(command, given.resume, given, output_dir, overwrite=overwrite, on_metrics=on_metrics)
     _check("output_dir", output_dir, (str, os.PathLike), "a path")
+    given.refuse_doubled(output_dir=output_dir, on_metrics=on_metrics)
     body = given.sections(command)
     given.refuse_missing(body)
     run = body.setdefault("run", {})
@@ -256,18 +281,23 @@ def _run(
         run["executor"] = "in_process"
     directory = RunDirectory(Path(run["output_dir"]).expanduser(), overwrite=overwrite)
     inputs = InputFolder(directory.path.with_name(f"{directory.path.name}.inputs"))
+
+    def name_arguments(text: str) -> str:
+        return text if directory.has_begun else inputs.name_arguments(text)  # files of a run that began stay
+
     try:
-        if given.dataset is not None:
-            body["data"] = {
-                **body.get("data", {}),
-                **inputs.name_data(given.dataset, text_column=_TEXT_COLUMNS.get(command)),
-            }
-        if given.reward is not None:
-            is_here = run.get("executor") == "in_process"
-            kept = {key: value for key, value in body.get("reward", {}).items() if key not in _SCORERS}
-            body["reward"] = {**kept, **inputs.name_reward(given.reward, is_in_process=is_here)}
-        config = parse_config(body, search_path=given.search_path(), command=command)
-        summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
+        with rewording(name_arguments):
+            if given.dataset is not None:
+                body["data"] = {
+                    **body.get("data", {}),
+                    **inputs.name_data(given.dataset, text_column=_TEXT_COLUMNS.get(command)),
+                }
+            if given.reward is not None:
+                is_here = run.get("executor") == "in_process"
+                kept = {key: value for key, value in body.get("reward", {}).items() if key not in _SCORERS}
+                body["reward"] = {**kept, **inputs.name_reward(given.reward, is_in_process=is_here)}
+            config = parse_config(body, search_path=given.search_path(), command=command)
+            summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:
         inputs.close(is_used=directory.has_begun)
     return _read_result(directory.path, summary)

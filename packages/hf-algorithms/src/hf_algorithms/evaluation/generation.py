@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -292,8 +293,8 @@ def generate(
 
     Args:
         model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
-        data: a path, in any format that training reads; or rows: a list of mappings or of prompts, or a
-            `datasets.Dataset`.
+        data: a path, in any format that training reads; or the rows of one set: a list of mappings or of prompts, or
+            a `datasets.Dataset`.
         output: a file that does not exist.
         backend: name of a rollout backend; by default the run's, else `transformers`.
         backend_options: more of what the backend's `build` takes.
@@ -357,6 +358,7 @@ def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
 
 def _check_output(output: str | Path) -> Path:
     """A file that is not there, nor what an interrupted command left of it."""
+    _check.kind("output", output, str | os.PathLike, "a path")
     file = Path(read_path("output", str(output)))
     if file.exists():
         raise ConfigError(f"output = {show(str(output))}: exists. Name another file, or remove it")

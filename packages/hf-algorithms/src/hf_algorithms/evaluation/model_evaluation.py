@@ -21,7 +21,7 @@ from hf_algorithms.evaluation.sets import SetResult, evaluate_set
 from hf_algorithms.preflight.reward_functions import check_metric
 from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["EvaluationResult", "evaluate"]
 
 _RESULT = "evaluation.json"
+_check = Checks(ConfigError)
 
 Keep = Callable[[list[dict[str, Any]]], None]
 Progress = Callable[[str, int, int], None]
@@ -261,6 +262,7 @@ def _split_name(text: str, own: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _check_folder(output: str | Path) -> Path:
+    _check.kind("output", output, str | os.PathLike, "a path")
     folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
     refuse_unwritable(folder, label)
     if folder.exists() and any(folder.iterdir()):

@@ -83,6 +83,10 @@ def build_sampling_of(
 
     for name, count in (("samples", samples), ("max_new_tokens", max_new_tokens)):
         _check.count(name, count)
+    _check.count("seed", seed, least=0)
+    for name, value in (("temperature", temperature), ("top_p", top_p)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ConfigError(f"{name} = {show(value)}: is not a number")
     if temperature is None:
         temperature = 0.0 if samples == 1 else 1.0
     if not 0 <= temperature < float("inf") or 0 < temperature < 1e-6:  # logits divided by less may overflow

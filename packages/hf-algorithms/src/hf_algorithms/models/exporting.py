@@ -15,11 +15,12 @@ from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["export", "state_padding"]
 
 _STEPS = "steps"
+_check = Checks(ConfigError)
 
 
 def export(model: str | Path, *, output: str | Path, iteration: int | None = None, merge: bool = False) -> Path:
@@ -38,6 +39,8 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
         ConfigError: for a model that is absent or damaged, an adapter without its base, and an iteration of which the
             run holds no model.
     """
+    _check.kind("output", output, str | os.PathLike, "a path")
+    _check.kind("merge", merge, bool, "True or False")
     folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
     refuse_unwritable(folder.parent, label)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -52,7 +55,9 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
             folder.rmdir()
         fresh.replace(folder)
     except OSError as error:
-        raise ConfigError(f"{label}: cannot be written: {error.strerror or error}. Free some space") from error
+        raise ConfigError(
+            f"{label}: cannot be written: {error.strerror or error}. Make room there, or choose another place"
+        ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
