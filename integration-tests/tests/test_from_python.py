@@ -279,6 +279,6 @@ def test_refused_rows_are_named_as_they_were_passed(notebook: Path) -> None:
         hf_algorithms.sft(TINY, empty, set={"training.shard": "root"})
     with pytest.raises(HybridFlowError) as refused:
         hf_algorithms.train(TINY, empty, {"mine": int}, set=SMALL)
-    assert "'mine' is a class" in str(refused.value) and "dataset 'train', row 9: " in str(refused.value)
+    assert "reward 'mine' is a class" in str(refused.value) and "dataset 'train', row 9: " in str(refused.value)
     assert "inputs" not in str(refused.value)
     assert not list(notebook.iterdir())

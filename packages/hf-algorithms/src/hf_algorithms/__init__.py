@@ -8,8 +8,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.api.notebook import hide_widget_hints
-
 if TYPE_CHECKING:
     from hf_algorithms.advantages import GAE, GroupAdvantage, LagrangianAdvantage, Multiplier, ReinforceAdvantage
     from hf_algorithms.api.training import TrainingResult, dpo, reward_model, sft, train
@@ -80,6 +78,8 @@ def __getattr__(name: str) -> Any:
     # torch and transformers take seconds to import: only what is asked for is loaded
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from hf_algorithms.api.notebook import hide_widget_hints
+
     hide_widget_hints()  # before the import that would show them
     return getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
 

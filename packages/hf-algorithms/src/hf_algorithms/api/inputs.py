@@ -56,8 +56,8 @@ class InputFolder:
         self.path = path
         self._missing = [each for each in (path, *path.parents) if not each.exists()]
         self._held: list[str] = []
-        self._names: dict[str, str] = {}
-        """Arguments as messages name them, by what a configuration has for them."""
+        self._names: dict[str, tuple[str, str]] = {}
+        """By key of a configuration: its value, and the argument that it stands for."""
 
     def close(self, *, is_used: bool) -> None:
         """Lets go of functions that this process holds, and removes the folder of a run that was refused.
@@ -75,9 +75,10 @@ class InputFolder:
 
     def name_arguments(self, text: str) -> str:
         """Returns a message with the arguments that were written to this folder in place of their files."""
-        for file, name in self._names.items():
-            for shown in map(re.escape, (show(file), file)):  # a long path is cut where it is shown
-                text = re.sub(rf"data\.\w+ = {shown}|{shown}(?=\W|$)", name.replace("\\", r"\\"), text)
+        for key, (file, name) in self._names.items():
+            path, shown = re.escape(file), re.escape(show(file))  # a long path is cut where it is shown
+            pattern = rf"{re.escape(key)} = (?:{path}|{shown})|{path}(?=\W|$)"
+            text = re.sub(pattern, name.replace("\\", r"\\"), text)
         return re.sub(r"(dataset '\w+'), line (\d+)", r"\1, row \2", text)
 
     @property
@@ -120,6 +121,7 @@ class InputFolder:
         """
         if isinstance(reward, str) or callable(reward):
             name, holds = self._name_function(reward, "reward", kind="reward", is_in_process=is_in_process)
+            self._names["reward.function"] = (name, "reward")
             return {"function": name} | ({"processes": 0} if holds else {})
         given = reward
         if isinstance(reward, Sequence):
@@ -131,6 +133,8 @@ class InputFolder:
             str(key): self._name_function(each, str(key), kind="reward", is_in_process=is_in_process)
             for key, each in reward.items()
         }
+        for number, (key, (name, _)) in enumerate(named.items()):
+            self._names[f"reward.functions[{number}].function"] = (name, f"reward {key!r}")
         keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
         return keys | ({"processes": 0} if any(holds for _, holds in named.values()) else {})
 
@@ -207,7 +211,7 @@ class InputFolder:
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows, start=1):
                 lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
-        self._names[str(file)] = label
+        self._names[f"data.{name}"] = (str(file), label)
         return str(file)
 
     def _name_function(self, function: Any, name: str, *, kind: str, is_in_process: bool) -> tuple[str, bool]:
@@ -234,7 +238,6 @@ class InputFolder:
         file.with_suffix(".pkl").write_bytes(pickled)
         digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
         file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
-        self._names[f"{file}:function"] = show(name)
         return f"{file}:function", False
 
 
