@@ -180,9 +180,9 @@ def test_generate_and_evaluate_take_rows_and_callables(notebook: Path) -> None:
         scores = hf_algorithms.evaluate(model, data=sets, metrics=metrics, max_new_tokens=3)
         assert {name: each.rows for name, each in scores.sets.items()} == {"all": 8, "some": 3}
         assert set(scores.sets["some"].metrics) == {"score_length", "exact_match", "function_3"}
-        assert scores.metrics["eval/some/function_3"] == 0.5
+        assert scores.metrics[1]["eval/some/function_3"] == 0.5
     scores = hf_algorithms.evaluate(model, data=ROWS, metrics={"quarter": held}, max_new_tokens=3)
-    assert scores.metrics == {"eval/data/quarter": 0.25}
+    assert scores.metrics == [{"set": "data", "eval/data/quarter": 0.25}]
     for arguments, message in (
         ({"data": generate()}, "data: is of type generator, which has no length"),
         ({"data": []}, "data: is empty. Pass at least one row"),
@@ -241,10 +241,11 @@ def test_values_of_other_kinds_are_refused(notebook: Path) -> None:
     """Before anything is read or made."""
     model = "no-model"
     cases: list[tuple[str, Any]] = [
-        ("output=None: give a path", lambda: hf_algorithms.generate(model, data=ROWS, output=None)),  # type: ignore[arg-type]
-        ("output=5: give a path", lambda: hf_algorithms.export(model, output=5)),  # type: ignore[arg-type]
-        ("output=5: give a path", lambda: hf_algorithms.evaluate(model, data=ROWS, output=5)),  # type: ignore[arg-type]
-        ("merge='no': give True or False", lambda: hf_algorithms.export(model, output="o", merge="no")),  # type: ignore[arg-type]
+        ("output, output_dir: neither is given", lambda: hf_algorithms.generate(model, data=ROWS)),
+        ("output=5: give a path", lambda: hf_algorithms.generate(model, data=ROWS, output=5)),  # type: ignore[arg-type]
+        ("output_dir=5: give a path", lambda: hf_algorithms.export(model, output_dir=5)),  # type: ignore[arg-type]
+        ("output_dir=5: give a path", lambda: hf_algorithms.evaluate(model, data=ROWS, output_dir=5)),  # type: ignore[arg-type]
+        ("merge='no': give True or False", lambda: hf_algorithms.export(model, output_dir="o", merge="no")),  # type: ignore[arg-type]
         ("overwrite = 'no': is not True or False", lambda: hf_algorithms.train(TINY, ROWS, len, overwrite="no")),  # type: ignore[arg-type]
         ("config: cannot pickle", lambda: hf_algorithms.train(config={"run": {"seed": threading.Lock()}})),
         ("model: has the keys hiden_size. Give path", lambda: hf_algorithms.train({"hiden_size": 3}, ROWS, len)),
@@ -282,3 +283,45 @@ def test_refused_rows_are_named_as_they_were_passed(notebook: Path) -> None:
     assert "reward 'mine' is a class" in str(refused.value) and "dataset 'train', row 9: " in str(refused.value)
     assert "inputs" not in str(refused.value)
     assert not list(notebook.iterdir())
+
+
+def test_prompts_alone_are_evaluated_by_the_reward(notebook: Path) -> None:
+    """They have no answers, which the usual metric compares with."""
+
+    def digits(completions: list[str], **_: Any) -> list[float]:
+        return [float(sum(map(str.isdigit, text))) for text in completions]
+
+    prompts = [row["prompt"] for row in ROWS]
+    result = hf_algorithms.train(TINY, prompts, digits, algorithm="grpo", set=SMALL | {"rollout.samples_per_prompt": 2})
+    assert result.summary["score_after"] > 0
+    with pytest.raises((ConfigError, DataError), match="no row has an answer"):
+        hf_algorithms.train(TINY, prompts, digits, set=SMALL | {"reward.metric": "exact_match"})
+    score = hf_algorithms.evaluate(result, data={"two": prompts[:2]}, metrics=digits)
+    assert score.run_dir == result.run_dir and score.metrics[0]["set"] == "two"
+
+
+def test_functions_and_rows_are_values_of_a_configuration(notebook: Path) -> None:
+    lock = threading.Lock()
+
+    def held(completions: list[str], **_: Any) -> list[float]:
+        with lock:
+            return [0.25] * len(completions)
+
+    half: Any = lambda completions, **_: [0.5] * len(completions)  # noqa: E731
+    sets = [{"name": "mine", "data": ROWS[:2], "metrics": [score_length, "exact_match", half]}]
+    config = {"reward": {"metric": held}, "evaluation": sets}
+    result = hf_algorithms.train(TINY, ROWS, score_length, config=config, set=SMALL)
+    found = {name: value for name, value in result.metrics[-1].items() if name.startswith("eval/mine/")}
+    assert found.keys() == {"eval/mine/score_length", "eval/mine/exact_match", "eval/mine/function_3"}
+    assert found["eval/mine/function_3"] == 0.5 and result.summary["score_after"] == 0.25
+    assert result.metrics[-1]["reward/score_length/mean"] == result.metrics[-1]["reward/mean"]
+    assert sets[0]["data"] == ROWS[:2], "what was passed stays as it was"
+    for change, message in (
+        ({"data": []}, r"evaluation\[0\]\.data: is empty"),
+        ({"data": [{"prompt": "", "answer": "1"}]}, r"^evaluation\[0\]\.data, row 1: its prompt has no tokens"),
+        ({"metrics": [int]}, r"is a class"),
+    ):
+        with pytest.raises((ConfigError, DataError), match=message):
+            hf_algorithms.train(TINY, ROWS, score_length, config={"evaluation": [sets[0] | change]}, set=SMALL)
+    with pytest.raises(ConfigError, match=r"metric 'held': cannot be pickled for workers on Ray"):
+        hf_algorithms.train(TINY, ROWS, score_length, config=config, set=SMALL | {"run.executor": "ray"})

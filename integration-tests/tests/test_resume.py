@@ -96,7 +96,7 @@ def test_a_killed_run_goes_on_bit_for_bit(
     best = max(evaluated, key=lambda each: (evaluated[each], -each))
     assert summary["best_commits"] == [best]
     assert find_commits(run) == sorted({best, 3, 4})
-    kept = export(run, output=folder / "kept", iteration=best)
+    kept = export(run, output_dir=folder / "kept", iteration=best).model_dir
     assert (kept / weights).read_bytes() == (run / f"steps/{best}/model" / weights).read_bytes()
     again = hybridflow("train", "--resume", run)
     assert again.exit_code == 0 and "has finished its 4 iterations" in again.output

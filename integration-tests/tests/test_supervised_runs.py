@@ -324,7 +324,7 @@ def test_sets_are_generated_from_while_rows_are_learned(command: str, tmp_path: 
     assert names <= first.keys() and names <= second.keys() and "eval/last/response_length" not in first
     assert len(read_samples(output, 1, "sampled")) == 6 and len(read_samples(output, 2, "last")) == 4
     found = evaluate(output / "model", data=answers, metrics=["small_runs:response_length"], max_new_tokens=3)
-    assert found.metrics["eval/answers/response_length"] == second["eval/last/response_length"]
+    assert found.metrics[0]["eval/answers/response_length"] == second["eval/last/response_length"]
     alone = build_body(command, tmp_path / "alone")
     plain, rows, _ = run(command, alone)
     assert plain["score_after"] == pytest.approx(summary["score_after"], rel=1e-5), "generation changes no weight"

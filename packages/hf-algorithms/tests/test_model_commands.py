@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -266,8 +267,8 @@ def test_an_adapter_is_merged_into_its_base(model: Path, rows: Path) -> None:
     ids = torch.tensor([[3, 4, 5]])
     with torch.no_grad():
         wanted = adapted(ids).logits
-    export("adapter", output="alone")
-    export("adapter", output="merged", merge=True)
+    export("adapter", output_dir="alone")
+    export("adapter", output_dir="merged", merge=True)
     assert (Path("alone/adapter_config.json").is_file(), Path("alone/config.json").exists()) == (True, False)
     merged: Any = AutoModelForCausalLM.from_pretrained("merged")
     with torch.no_grad():
@@ -291,15 +292,15 @@ def test_a_damaged_adapter_is_read_after_data_and_metrics(model: Path, rows: Pat
         evaluate("adapter", data={"mine": rows}, metrics=["exact_match"])
 
 
-def test_a_run_is_evaluated_from_any_folder(model: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It knows its rows, and the folders of its metric and of its recipe, as `--resume` does."""
-    Path("own_recipes.py").write_text(RECIPE)
+def write_run(model: Path, rows: Path, **own: dict[str, str]) -> None:
+    """Makes the directory `run` of a run with `model` as its model, and sections of its own."""
     sections = {
+        "run": {"output_dir": "run"},
         "data": {"train": "rows.jsonl"},
         "model": {"path": str(model)},
-        "algorithm": {"recipe": "own_recipes.py:MINE"},
-        "reward": {"function": "exact_match", "metric": "own_metrics.py:length"},
+        "reward": {"function": "exact_match"},
         "rollout": {"max_new_tokens": 2},
+        **own,
     }
     config = parse_config(sections, search_path=[str(rows.parent)])
     directory = RunDirectory(Path("run"))
@@ -307,11 +308,70 @@ def test_a_run_is_evaluated_from_any_folder(model: Path, rows: Path, monkeypatch
     directory.begin()
     write_origin(directory, origin)
     directory.write_text("config.toml", format_toml(config))
+    directory.write_text("metrics.jsonl", '{"iteration": 1, "reward/mean": 0.5}\n')
     directory.close()
     shutil.copytree(model, "run/model")
+
+
+def test_a_run_is_evaluated_from_any_folder(model: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It knows its rows, and the folders of its metric and of its recipe, as `--resume` does."""
+    Path("own_recipes.py").write_text(RECIPE)
+    reward = {"function": "exact_match", "metric": "own_metrics.py:length"}
+    write_run(model, rows, algorithm={"recipe": "own_recipes.py:MINE"}, reward=reward)
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    assert evaluate("../run").metrics.keys() == {"eval/test/length"}
+    assert evaluate("../run").metrics[0].keys() == {"set", "eval/test/length"}
+
+
+def test_a_configuration_describes_the_run(model: Path, rows: Path) -> None:
+    write_run(model, rows)
+    found = evaluate(config="run/config.toml", output_dir="scores")
+    assert (found.run_dir, found.model_dir) == (Path("run"), Path("run/model"))
+    assert found.metrics == [{"set": "test", **found.summary["metrics"]}]
+    assert json.loads(Path("scores/evaluation.json").read_text()) == json.loads(json.dumps(found.summary))
+    exported = export(config="run/config.toml", output_dir="exported")
+    assert (exported.run_dir, exported.model_dir, os.fspath(exported)) == (Path("run"), Path("exported"), "exported")
+    assert exported.metrics == [{"iteration": 1, "reward/mean": 0.5}] and exported.summary["merged"] is False
+    fresh = {"data": {"train": str(rows)}, "model": {"path": str(model)}, "reward": {"function": "exact_match"}}
+    assert evaluate(config=fresh, max_new_tokens=2).metrics[0].keys() == {"set", "eval/test/exact_match"}
+    assert evaluate(exported, config=fresh, max_new_tokens=2).model == "exported"
+
+
+def test_values_of_set_come_last(model: Path, rows: Path) -> None:
+    write_run(model, rows)
+    found = evaluate("run", set={"reward.metric": "own_metrics.py:length", "rollout.max_new_tokens": 1})
+    assert found.metrics[0].keys() == {"set", "eval/test/length"} and found.sets["test"].response_tokens == 1
+    drawn = {"rollout.temperature": 1.5, "run.seed": 3, "rollout.max_new_tokens": LIMIT}
+    result = generate("run", data=rows, output_dir="made", set=drawn)
+    same = generate("run", data=rows, output="same.jsonl", temperature=1.5, seed=3, max_new_tokens=LIMIT)
+    greedy = generate("run", data=rows, output="greedy.jsonl", max_new_tokens=LIMIT)
+    assert result.output == Path("made/responses.jsonl") and result.summary["rows"] == 3
+    assert read(result.output) == read(same.output) != read(greedy.output)
+    assert (result.run_dir, result.model_dir) == (Path("run"), Path("run/model"))
+    assert result.metrics == [
+        {"responses": 3, "response/tokens": result.tokens / 3, "response/truncated": result.truncated / 3}
+    ]
+
+
+def test_what_does_not_fit_a_configuration_is_refused(model: Path, rows: Path) -> None:
+    write_run(model, rows)
+    warm = {"rollout.temperature": 1.0}
+    for message, call in (
+        ("model is missing. Pass a directory", lambda: evaluate(data=rows, metrics="exact_match")),
+        ("model is missing: config has no model.path", lambda: evaluate(config={"data": {"train": str(rows)}})),
+        ("is not a run. Pass config", lambda: evaluate(model, data=rows, metrics="exact_match", set=warm)),
+        ("temperature, and set 'rollout.temperature': both", lambda: evaluate("run", temperature=0.5, set=warm)),
+        ("rollout.temperature = 'hot': must be a number", lambda: evaluate("run", set={"rollout.temperature": "hot"})),
+        ("unknown key 'rollout.warmth'", lambda: evaluate("run", set={"rollout.warmth": 1.0})),
+        ("set = 3: is not a mapping", lambda: evaluate("run", set=3)),
+        ("config = 3: is not a path", lambda: evaluate("run", config=3)),
+        ("output, output_dir: both are given", lambda: generate("run", data=rows, output="a", output_dir="b")),
+        ("absent.toml", lambda: export(config="absent.toml", output_dir="made")),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError) as refused:
+            call()
+        assert message in str(refused.value) and "\n" not in str(refused.value)
+    assert not Path("made").exists()
 
 
 @pytest.mark.parametrize("given", [{"rows": -1}, {"rows": 0}, {"samples": "4"}, {"max_new_tokens": 0}])
@@ -325,5 +385,5 @@ def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None
     progress: list[tuple[str, int, int]] = []
     show: Callable[[str, int, int], None] = lambda *each: progress.append(each)  # noqa: E731
     result = evaluate(model, data={"mine": rows}, metrics=["exact_match"], max_new_tokens=2, rows=2, on_progress=show)
-    assert result.metrics.keys() == {"eval/mine/exact_match"}
+    assert result.metrics[0].keys() == {"set", "eval/mine/exact_match"}
     assert progress == [("mine", 2, 2)]

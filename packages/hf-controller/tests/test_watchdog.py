@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 
 import pytest
 
+from hf_controller.executors.ray import watchdog
 from hf_controller.executors.ray.watchdog import Watchdog, find_sessions
 
 HOLDER = "import sys, time; file = open(sys.argv[1], 'w'); print('holds', flush=True); time.sleep(600)"
@@ -101,3 +103,20 @@ def test_watchdog_leaves_the_link_to_a_later_cluster(tmp_path):
 
 def test_watchdog_without_a_folder_finds_nothing(tmp_path):
     assert find_sessions(str(tmp_path / "absent"), 1, "session_2020") == []
+
+
+def test_a_folder_that_is_written_to_as_it_goes_is_removed(tmp_path, monkeypatch):
+    """As by a process of the cluster that ends a moment later."""
+    session = tmp_path / f"session_2026-01-01_00-00-00_000000_{os.getpid()}"
+    session.mkdir()
+    remove, removed = shutil.rmtree, []
+
+    def write_once_more(path, ignore_errors):
+        remove(path, ignore_errors=ignore_errors)
+        removed.append(path)
+        if len(removed) == 1:
+            session.mkdir()
+
+    monkeypatch.setattr(shutil, "rmtree", write_once_more)
+    watchdog._end(str(tmp_path), os.getpid(), "session_2025", kills=False)
+    assert removed == [str(session)] * 2 and not session.exists()

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from keyword import iskeyword
 from os import PathLike, fspath
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import show
 
-__all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "check_name", "temporary_inputs"]
+__all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "are_texts", "check_name", "temporary_inputs"]
 
 NAME = re.compile(r"[\w.-]+")
 """Names of sets and metrics."""
@@ -41,7 +42,8 @@ from pathlib import Path
 
 import cloudpickle
 
-function = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+{name} = cloudpickle.loads(Path(__file__).with_suffix(".pkl").read_bytes())
+# SHA-256 of the function: {digest}
 '''
 
 
@@ -79,7 +81,8 @@ class InputFolder:
             path, shown = re.escape(file), re.escape(show(file))  # a long path is cut where it is shown
             pattern = rf"{re.escape(key)} = (?:{path}|{shown})|{path}(?=\W|$)"
             text = re.sub(pattern, name.replace("\\", r"\\"), text)
-        return re.sub(r"(dataset '\w+'), line (\d+)", r"\1, row \2", text)
+            text = text.replace(f"{name}, line ", f"{name}, row ")
+        return text
 
     @property
     def holds_functions(self) -> bool:
@@ -138,6 +141,39 @@ class InputFolder:
         keys: dict[str, Any] = {"functions": [{"name": key, "function": name} for key, (name, _) in named.items()]}
         return keys | ({"processes": 0} if any(holds for _, holds in named.values()) else {})
 
+    def name_values(self, body: dict[str, Any], *, is_in_process: bool) -> None:
+        """Replaces functions and rows that are values of a configuration: `reward.metric`, and sets of `evaluation`.
+
+        Args:
+            body: the sections, which are changed.
+            is_in_process: as for `name_reward`.
+
+        Raises:
+            ConfigError, DataError: as `name_reward` and `name_data` do.
+        """
+        reward = body.get("reward")
+        if isinstance(reward, dict) and callable(reward.get("metric")):
+            name = getattr(reward["metric"], "__name__", "metric")
+            reward["metric"], holds = self._name_function(
+                reward["metric"], name, kind="metric", is_in_process=is_in_process
+            )
+            self._names["reward.metric"] = (reward["metric"], f"metric {name!r}")
+            reward.update({"processes": 0} if holds else {})
+        for number, given in enumerate(sets if isinstance(sets := body.get("evaluation"), list) else []):
+            if not isinstance(given, dict):
+                continue
+            if not _is_path(given.get("data", "")):
+                rows, label = given["data"], f"evaluation[{number}].data"
+                given["data"] = self.name_rows(rows, f"evaluation_{number}", label=label, key=label)
+            for place, metric in enumerate(given["metrics"]) if isinstance(given.get("metrics"), list) else ():
+                if callable(metric):
+                    name = _find_name(metric, place + 1)
+                    given["metrics"][place], holds = self._name_function(
+                        metric, name, kind="metric", is_in_process=is_in_process
+                    )
+                    if holds:
+                        body.setdefault("reward", {})["processes"] = 0
+
     def name_sets(self, data: Any) -> Any:
         """Returns the sets of an evaluation as paths, for what was passed as its data.
 
@@ -188,13 +224,14 @@ class InputFolder:
             for name, each in metrics.items()
         }
 
-    def name_rows(self, rows: Any, name: str, *, label: str = "", text_column: str | None = None) -> str:
+    def name_rows(self, rows: Any, name: str, *, label: str = "", key: str = "", text_column: str | None = None) -> str:
         """Returns the path of rows, which are written unless they are a path.
 
         Args:
             rows: a path, a hub name, or rows as for `name_data`.
             name: of the data set.
             label: beginning of messages; by default the data set by its name.
+            key: of the configuration that has the path; by default that of the data set.
             text_column: as for `name_data`.
 
         Raises:
@@ -211,7 +248,7 @@ class InputFolder:
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows, start=1):
                 lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
-        self._names[f"data.{name}"] = (str(file), label)
+        self._names[key or f"data.{name}"] = (str(file), label)
         return str(file)
 
     def _name_function(self, function: Any, name: str, *, kind: str, is_in_process: bool) -> tuple[str, bool]:
@@ -237,8 +274,10 @@ class InputFolder:
         file = self.path / f"passed_{stem}.py"
         file.with_suffix(".pkl").write_bytes(pickled)
         digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
-        file.write_text(f"{_LOADER}# SHA-256 of the function: {digest}\n", encoding="utf-8")
-        return f"{file}:function", False
+        own = getattr(function, "__name__", "")
+        name = next((each for each in (own, name) if each.isidentifier() and not iskeyword(each)), "function")
+        file.write_text(_LOADER.format(name=name, digest=digest), encoding="utf-8")
+        return f"{file}:{name}", False
 
 
 def check_name(name: str, label: str) -> str:
@@ -259,7 +298,7 @@ def temporary_inputs() -> Iterator[InputFolder]:
     """Yields a folder that goes with its inputs when the block ends; errors name what was passed, not its files."""
     with TemporaryDirectory(prefix="hybridflow-") as folder:
         inputs = InputFolder(Path(folder))
-        file = re.compile(rf"{re.escape(folder)}/(?:passed_)?([\w.-]+)\.\w+(:function)?")
+        file = re.compile(rf"{re.escape(folder)}/(?:passed_)?([\w.-]+)\.\w+(:\w+)?")
         try:
             with rewording(lambda text: file.sub(r"\1", text)):
                 yield inputs
@@ -285,6 +324,11 @@ def _name_each(functions: Sequence[Any]) -> dict[str, Any]:
 def _find_name(function: Any, number: int) -> str:
     name = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", "")
     return name if name.isidentifier() else f"function_{number}"
+
+
+def are_texts(rows: Any) -> bool:
+    """True for a list of texts: prompts without answers."""
+    return isinstance(rows, list | tuple) and all(isinstance(each, str) for each in rows)
 
 
 def _is_path(data: Any) -> TypeGuard[str | PathLike[str]]:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.api.inputs import InputFolder
+from hf_algorithms.api.inputs import InputFolder, are_texts
 from hf_algorithms.api.notebook import is_notebook
 from hf_algorithms.api.value_names import naming_parameters, rewording
 from hf_protocols.errors import ConfigError
-from hf_protocols.toml import read_toml
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -37,12 +35,17 @@ class TrainingResult:
         metrics: objects of `metrics.jsonl`, one for each iteration.
         run_dir: directory of the run.
         model_dir: directory of the trained model.
+
+    It stands for its run where a path is wanted: `evaluate(result)`, `train(resume=result)`.
     """
 
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
     run_dir: Path
     model_dir: Path
+
+    def __fspath__(self) -> str:
+        return str(self.run_dir)
 
 
 def train(
@@ -173,7 +176,6 @@ class _Given:
     def __post_init__(self) -> None:
         _check("model", self.model, (str, os.PathLike, Mapping), "a path, a hub name or the keys of [model]")
         _check("algorithm", self.algorithm, (str, Mapping), "a name, file.py:RECIPE or the keys of [algorithm]")
-        _check("config", self.config, (str, os.PathLike, Mapping), "a path or a mapping of sections")
         _check("set", self.changes, Mapping, "a mapping of section.key to values")
         _check("resume", self.resume, (str, os.PathLike), "the directory of a run")
 
@@ -213,19 +215,12 @@ class _Given:
 
     def sections(self, command: str) -> dict[str, Any]:
         """Sections without data and reward, of which some may be written to files."""
-        from hf_algorithms.config import build_new, set_key
+        from hf_algorithms.config import build_new, read_sections, set_key
 
         named = {"algorithm": self.algorithm} if isinstance(self.algorithm, Mapping) else self._name_algorithm()
         sections = {} if self.model is None else {"model": self._model_keys()}
-        if isinstance(self.config, str | os.PathLike):
-            body = read_toml(Path(self.config))
-        elif isinstance(self.config, Mapping):
-            try:
-                body = deepcopy(dict(self.config))
-            except TypeError as error:  # of a lock, or another thing that is not data
-                raise ConfigError(f"config: {error}. Give texts, numbers, and lists or mappings of them") from None
-            for section, keys in body.items():
-                _check(f"config: {section}", keys, (Mapping, list), "a section. Pass its keys and values")
+        if self.config is not None:
+            body = read_sections(self.config)
         else:
             chosen = dict(named.get("algorithm", {})) if command == "train" else {"name": command.replace("-", "_")}
             name = {key: chosen[key] for key in ("name", "recipe") if key in chosen}
@@ -292,10 +287,14 @@ def _run(
                     **body.get("data", {}),
                     **inputs.name_data(given.dataset, text_column=_TEXT_COLUMNS.get(command)),
                 }
+            is_here = run.get("executor") == "in_process"
+            inputs.name_values(body, is_in_process=is_here)
             if given.reward is not None:
-                is_here = run.get("executor") == "in_process"
                 kept = {key: value for key, value in body.get("reward", {}).items() if key not in _SCORERS}
                 body["reward"] = {**kept, **inputs.name_reward(given.reward, is_in_process=is_here)}
+                if are_texts(given.dataset) and "function" in body["reward"]:
+                    # Without answers the reward alone says how good a response is.
+                    body["reward"].setdefault("metric", body["reward"]["function"])
             config = parse_config(body, search_path=given.search_path(), command=command)
             summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:

@@ -109,7 +109,9 @@ def generate(model: str, data: str, output: str, backend_options: tuple[str, ...
     help="A scoring function: exact_match, module:function or file.py:function; repeatable. Default: that of the run.",
 )
 @click.option("--rows", type=click.IntRange(min=1), help="Of each set, from the first; all by default.")
-@click.option("--output", metavar="DIR", help="For every response with its scores; must be empty or absent.")
+@click.option(
+    "--output", "output_dir", metavar="DIR", help="For every response with its scores; must be empty or absent."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the numbers as JSON.")
 @_drawing
 def evaluate(
@@ -140,20 +142,20 @@ def evaluate(
     for each in result.sets.values():
         for note in each.list_notes():
             click.echo(note, err=True)
-    click.echo(json.dumps(result.to_dict(), indent=2) if as_json else _format(result))
+    click.echo(json.dumps(result.summary, indent=2) if as_json else _format(result))
 
 
 @click.command()
 @click.argument("model", metavar="RUN|MODEL")
-@click.option("--output", required=True, metavar="DIR", help="Must be empty or absent.")
+@click.option("--output", "output_dir", required=True, metavar="DIR", help="Must be empty or absent.")
 @click.option("--iteration", type=click.IntRange(min=0), help="Of a run; its last committed model by default.")
 @click.option("--merge", is_flag=True, help="Add an adapter, such as LoRA's, to the weights of its base.")
-def export(model: str, output: str, iteration: int | None, merge: bool) -> None:
+def export(model: str, output_dir: str, iteration: int | None, merge: bool) -> None:
     """Copy a model in Hugging Face format to a directory that from_pretrained loads."""
     from hf_algorithms.models import exporting
 
     with naming_flags():
-        click.echo(exporting.export(model, output=output, iteration=iteration, merge=merge))
+        click.echo(exporting.export(model, output_dir=output_dir, iteration=iteration, merge=merge).model_dir)
 
 
 class _Progress:

@@ -7,7 +7,7 @@ from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._keys import config_keys
 from hf_algorithms.config._lora import ModelLoraConfig
-from hf_algorithms.config._reading import load_config, parse_config, read_overrides, set_key
+from hf_algorithms.config._reading import load_config, parse_config, read_overrides, read_sections, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
 from hf_algorithms.config._sections import (
@@ -52,6 +52,7 @@ __all__ = [
     "load_config",
     "parse_config",
     "read_overrides",
+    "read_sections",
     "resolve_config",
     "set_key",
 ]

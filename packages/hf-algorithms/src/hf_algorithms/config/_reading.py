@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -28,7 +30,7 @@ from hf_protocols.similar_names import find_similar
 from hf_protocols.toml import find_unwritable, parse_toml, read_toml
 from hf_protocols.validation import shorten, shorten_list, show
 
-__all__ = ["load_config", "parse_config", "set_key"]
+__all__ = ["load_config", "parse_config", "read_sections", "set_key"]
 
 
 def load_config(
@@ -51,6 +53,25 @@ def load_config(
     for override in overrides:
         apply_override(body, override)
     return parse_config(body, search_path=search_path, command=command)
+
+
+def read_sections(config: object) -> dict[str, Any]:
+    """Returns the sections of a TOML file, or a copy of those of a mapping.
+
+    Raises:
+        ConfigError: for something else, a file that cannot be read, and values that are not data.
+    """
+    if isinstance(config, str | os.PathLike):
+        return read_toml(Path(config))
+    if not isinstance(config, Mapping):
+        raise ConfigError(f"config = {show(config)}: is not a path or a mapping of sections")
+    for section, keys in config.items():
+        if not isinstance(keys, Mapping | list):
+            raise ConfigError(f"config: {section} = {show(keys)}: is not a section. Pass its keys and values")
+    try:
+        return deepcopy(dict(config))
+    except TypeError as error:  # of a lock, or another thing that is not data
+        raise ConfigError(f"config: {error}. Give texts, numbers, and lists or mappings of them") from None
 
 
 def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), command: str | None = "train") -> Config:

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_algorithms.api.inputs import temporary_inputs
 from hf_algorithms.api.value_names import naming_arguments
@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from hf_engine import SamplingParams
     from hf_protocols import ModelShape
 
-__all__ = ["DEFAULT_NEW_TOKENS", "GenerationResult", "Policy", "generate", "read_policy", "read_prompts"]
+__all__ = [
+    "DEFAULT_NEW_TOKENS",
+    "GenerationResult",
+    "Model",
+    "Policy",
+    "choose_drawing",
+    "generate",
+    "read_policy",
+    "read_prompts",
+]
 
 _check = Checks(ConfigError)
 
@@ -38,6 +47,16 @@ DEFAULT_NEW_TOKENS = 256
 _SERVER = "server"
 """Its servers hold the weights that they were started with: a run's are not there."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_FILE = "responses.jsonl"
+_KEYS = {
+    **{name: f"rollout.{name}" for name in ("temperature", "top_p", "max_new_tokens", "backend")},
+    **{name: f"data.{name}" for name in ("prompt_field", "answer_field", "chat_template", "system_prompt")},
+    "seed": "run.seed",
+}
+"""Arguments, and the keys of a configuration that they stand for."""
+_USUAL: Mapping[str, Any] = {"temperature": None, "top_p": 1.0, "seed": 0}
+
+Model = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +69,8 @@ class GenerationResult:
         responses: to all of them.
         tokens: of all responses.
         truncated: responses that the limit of tokens cut.
+        model_dir: directory, or hub name, of the model.
+        run_dir: directory of its run; None for a model alone.
     """
 
     output: Path
@@ -57,6 +78,20 @@ class GenerationResult:
     responses: int
     tokens: int
     truncated: int
+    model_dir: Path
+    run_dir: Path | None
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The numbers by name, and the file as `output`."""
+        names = ("rows", "responses", "tokens", "truncated")
+        return {"output": str(self.output)} | {name: getattr(self, name) for name in names}
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One mapping, of the responses: their number, mean tokens, and the share that the limit cut."""
+        shares = {"tokens": self.tokens / self.responses, "truncated": self.truncated / self.responses}
+        return [{"responses": self.responses} | {f"response/{name}": value for name, value in shares.items()}]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +121,30 @@ class Policy:
         """Texts at which responses end: the run's."""
         return () if self.config is None else self.config.rollout.stop
 
-    def choose_new_tokens(self, given: int | None, *data: PromptDataset) -> int:
-        """Returns the limit of a response: the given one, else the run's or 256, or what the prompts leave of it."""
-        if given is not None:
-            return given
-        usual = DEFAULT_NEW_TOKENS if self.config is None else self.config.rollout.max_new_tokens
-        return max(1, min(usual, self.shape.max_positions - max(each.max_prompt_tokens for each in data)))
+    def choose_sampling(
+        self, drawing: Mapping[str, Any], *data: PromptDataset, samples: int, max_new_tokens: int | None
+    ) -> SamplingParams:
+        """Returns how responses to some prompts are drawn.
 
-    def check_room(self, sampling: SamplingParams, *data: PromptDataset) -> None:
+        Args:
+            drawing: of `choose_drawing`.
+            data: the prompts.
+            samples: responses to each.
+            max_new_tokens: limit of a response; None: the run's or 256, or what the prompts leave of it.
+
+        Raises:
+            ConfigError: for values that cannot be, and prompts that leave no room.
+        """
+        if max_new_tokens is None:
+            usual = DEFAULT_NEW_TOKENS if self.config is None else self.config.rollout.max_new_tokens
+            left = self.shape.max_positions - max(each.max_prompt_tokens for each in data)
+            max_new_tokens = max(1, min(usual, left))
+        how = {"samples": samples, "max_new_tokens": max_new_tokens, **drawing}
+        sampling = build_sampling_of(**how, stop_ids=self.stop_ids, stop_strings=self.stop_strings)
+        self._check_room(sampling, *data)
+        return sampling
+
+    def _check_room(self, sampling: SamplingParams, *data: PromptDataset) -> None:
         """Refuses prompts that leave no room for a response in the model's context, or in the engine's cache.
 
         Raises:
@@ -138,8 +189,10 @@ class Policy:
 
 
 def read_policy(
-    model: str | Path,
+    model: Model | None,
     *,
+    config: object = None,
+    changes: Mapping[str, Any] = NO_OPTIONS,
     backend: str | None = None,
     backend_options: Mapping[str, Any] = NO_OPTIONS,
     chat_template: str | None = None,
@@ -150,6 +203,8 @@ def read_policy(
     Args:
         model: directory in Hugging Face format, hub name, adapter directory, or directory of a run, whose
             configuration then has the defaults.
+        config: in place of that configuration; see `find_model_source`.
+        changes: of the configuration, by `section.key`.
         backend: name of a `hf_engine.rollout_backends` entry point; None: the run's, else `transformers`.
         backend_options: more of what its `build` takes.
         chat_template: file or text; None: the tokenizer's.
@@ -158,10 +213,10 @@ def read_policy(
     Raises:
         ConfigError: for a model or a backend that cannot be used.
     """
-    source = find_model_source(model)
-    config = source.load_config()
+    source = find_model_source(model, config=config, changes=changes)
+    settings = source.load_config()
     if backend is None:
-        backend, own = _choose_backend(config)
+        backend, own = _choose_backend(settings)
         backend_options = {**own, **backend_options}
     try:
         check_backend_options(backend, backend_options, key="backend", options_key="backend_options")
@@ -169,7 +224,7 @@ def read_policy(
         raise ConfigError(str(error)) from error
     return _read_policy(
         source,
-        config,
+        settings,
         backend=backend,
         options=backend_options,
         template=chat_template,
@@ -219,6 +274,8 @@ def _read_policy(
     tokenizer = load_tokenizer(str(path if adapter is None else adapter.tokenizer), label=source.label)
     check_vocabulary(tokenizer, files, label=source.label)
     data = None if config is None else config.data
+    if template is None and data is not None and source.sections is not None:
+        template = data.chat_template  # a run's own is in its tokenizer
     turns = TurnFormat(
         tokenizer,
         template=None if template is None else read_template(template),
@@ -267,18 +324,39 @@ def read_prompts(
     return rows, PromptDataset(rows, policy.turns.tokenizer, turns=policy.turns, source=f"data = {show(path)}")
 
 
+def choose_drawing(changes: Mapping[str, Any] | None, **given: Any) -> dict[str, Any]:
+    """Returns how responses are drawn: arguments, else the values that `set` has for them, else what is usual.
+
+    Args:
+        changes: what was passed as `set`.
+        given: arguments that stand for keys of a configuration; None: not given.
+
+    Raises:
+        ConfigError: for a value that is given by both.
+    """
+    changes = changes if isinstance(changes, Mapping) else {}
+    for name, value in given.items():
+        if value is not None and (key := _KEYS[name]) in changes:
+            raise ConfigError(f"{name}, and set {show(key)}: both are given. Leave out one of them")
+    found = {name: changes.get(_KEYS[name]) if given[name] is None else given[name] for name in _USUAL}
+    return {name: _USUAL[name] if value is None else value for name, value in found.items()}
+
+
 def generate(
-    model: str | Path,
+    model: Model | None = None,
     *,
     data: Any,
-    output: str | Path,
+    output: str | Path | None = None,
+    output_dir: str | Path | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    set: Mapping[str, Any] | None = None,
     backend: str | None = None,
     backend_options: Mapping[str, Any] = NO_OPTIONS,
     samples: int = 1,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
+    top_p: float | None = None,
+    seed: int | None = None,
     prompt_field: str | None = None,
     answer_field: str | None = None,
     chat_template: str | None = None,
@@ -292,18 +370,21 @@ def generate(
     when all are there: an interruption leaves what was complete.
 
     Args:
-        model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
+        model: directory of a model, an adapter or a run, hub name, or a result; left out: the run of `config`.
         data: a path, in any format that training reads; or the rows of one set: a list of mappings or of prompts, or
             a `datasets.Dataset`.
         output: a file that does not exist.
+        output_dir: a folder, in which the file is `responses.jsonl`; given in place of `output`.
+        config: a TOML file or its sections, in place of the configuration of a run.
+        set: values by `section.key`, which come last.
         backend: name of a rollout backend; by default the run's, else `transformers`.
         backend_options: more of what the backend's `build` takes.
         samples: responses to each prompt.
         max_new_tokens: tokens of a response at most; by default the run's, else 256, or what prompts leave of a
             smaller context.
         temperature: 0 takes the likeliest tokens. By default 0 for one response and 1 for several.
-        top_p: draws among the likeliest tokens that together have this probability.
-        seed: of the draws; the same seed draws the same responses, however many rows a file has.
+        top_p: draws among the likeliest tokens that together have this probability; by default 1, all of them.
+        seed: of the draws, by default 0; the same seed draws the same responses, however many rows a file has.
         prompt_field: field of the prompt; by default the run's, else found by its name.
         answer_field: field of the answer, in the same way.
         chat_template: file or text of a chat template; by default the tokenizer's.
@@ -313,30 +394,18 @@ def generate(
     Raises:
         ConfigError, DataError: before anything is generated, for what cannot be used.
     """
-    file = _check_output(output)
+    file = _check_output(_name_output(output, output_dir))
+    how = {"backend": backend, "chat_template": chat_template, "system_prompt": system_prompt}
+    fields = {"prompt_field": prompt_field, "answer_field": answer_field}
+    kept = {**how, **fields, "max_new_tokens": max_new_tokens}
+    drawing = choose_drawing(set, temperature=temperature, top_p=top_p, seed=seed, **kept)
     with naming_arguments(), temporary_inputs() as inputs:
-        policy = read_policy(
-            model,
-            backend=backend,
-            backend_options=backend_options,
-            chat_template=chat_template,
-            system_prompt=system_prompt,
-        )
+        policy = read_policy(model, config=config, changes=set or {}, backend_options=backend_options, **how)
         path = inputs.name_rows(data, "data", label="data", text_column="prompt")
         rows, prompts = read_prompts(policy, path, prompt_field=prompt_field, answer_field=answer_field)
-        new_tokens = policy.choose_new_tokens(max_new_tokens, prompts)
-        sampling = build_sampling_of(
-            samples=samples,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=new_tokens,
-            seed=seed,
-            stop_ids=policy.stop_ids,
-            stop_strings=policy.stop_strings,
-        )
-        policy.check_room(sampling, prompts)
+        sampling = policy.choose_sampling(drawing, prompts, samples=samples, max_new_tokens=max_new_tokens)
         num_tokens = num_cut = done = 0
-        with policy.started(seed=seed) as (executor, group), writing_lines(file) as write:
+        with policy.started(seed=sampling.seed) as (executor, group), writing_lines(file) as write:
             for indices, responses in draw_responses(executor, group, prompts, sampling, policy.turns):
                 write(_format_row(rows, index, drawn) for index, drawn in zip(indices, responses, strict=True))
                 num_tokens += sum(len(each.token_ids) for drawn in responses for each in drawn)
@@ -344,7 +413,26 @@ def generate(
                 done += len(indices)
                 if on_progress is not None:
                     on_progress(done, len(prompts))
-    return GenerationResult(output=file, rows=done, responses=done * samples, tokens=num_tokens, truncated=num_cut)
+    return GenerationResult(
+        output=file,
+        rows=done,
+        responses=done * samples,
+        tokens=num_tokens,
+        truncated=num_cut,
+        model_dir=Path(policy.source.path),
+        run_dir=policy.source.run,
+    )
+
+
+def _name_output(output: object, output_dir: object) -> object:
+    """The file that is written."""
+    if (output is None) == (output_dir is None):
+        given = "neither is" if output is None else "both are"
+        raise ConfigError(f"output, output_dir: {given} given. Pass a file, or a folder for {_FILE}")
+    if output_dir is None:
+        return output
+    _check.kind("output_dir", output_dir, str | os.PathLike, "a path")
+    return os.path.join(cast("str", output_dir), _FILE)
 
 
 def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
@@ -356,7 +444,7 @@ def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
     return json.dumps(columns, ensure_ascii=False, default=str)
 
 
-def _check_output(output: str | Path) -> Path:
+def _check_output(output: Any) -> Path:
     """A file that is not there, nor what an interrupted command left of it."""
     _check.kind("output", output, str | os.PathLike, "a path")
     file = Path(read_path("output", str(output)))

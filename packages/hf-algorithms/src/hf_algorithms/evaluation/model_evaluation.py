@@ -15,8 +15,15 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.api.inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.api.value_names import naming_arguments
 from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_lines
-from hf_algorithms.evaluation.generation import NO_OPTIONS, Policy, read_policy, read_prompts
-from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, name_metrics
+from hf_algorithms.evaluation.generation import (
+    NO_OPTIONS,
+    Model,
+    Policy,
+    choose_drawing,
+    read_policy,
+    read_prompts,
+)
+from hf_algorithms.evaluation.responses import ResponseScorer, name_metrics
 from hf_algorithms.evaluation.sets import SetResult, evaluate_set
 from hf_algorithms.preflight.reward_functions import check_metric
 from hf_protocols import ConfigError
@@ -46,37 +53,45 @@ class EvaluationResult:
     Attributes:
         model: as the user named it.
         sets: by name.
+        model_dir: directory, or hub name, of the model.
+        run_dir: directory of its run; None for a model alone.
         output: folder of the samples; None if they were not kept.
     """
 
     model: str
     sets: Mapping[str, SetResult]
+    model_dir: Path
+    run_dir: Path | None
     output: Path | None = None
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The numbers of all sets by name: `eval/SET/METRIC`, with several samples `/avg@K` and `/pass@K`."""
-        return {name: value for each in self.sets.values() for name, value in each.to_metrics().items()}
+    def metrics(self) -> list[dict[str, Any]]:
+        """A mapping for each set: its name as `set`, and numbers by `eval/SET/METRIC`, with `/avg@K` and `/pass@K`."""
+        return [{"set": name, **each.to_metrics()} for name, each in self.sets.items()]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON has it."""
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The contents of `evaluation.json`: the model, the numbers of all sets by name, and every set's."""
+        numbers = {name: value for each in self.sets.values() for name, value in each.to_metrics().items()}
         sets = {name: each.to_dict() for name, each in self.sets.items()}
-        return {"model": self.model, "metrics": self.metrics, "sets": sets}
+        return {"model": self.model, "metrics": numbers, "sets": sets}
 
 
 def evaluate(
-    model: str | Path,
+    model: Model | None = None,
     *,
     data: Data | None = None,
     metrics: Metric | Sequence[Metric] | Mapping[str, Metric] = (),
+    config: str | Path | Mapping[str, Any] | None = None,
+    set: Mapping[str, Any] | None = None,
+    output_dir: str | Path | None = None,
     samples: int = 1,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
-    top_p: float = 1.0,
-    seed: int = 0,
+    top_p: float | None = None,
+    seed: int | None = None,
     backend: str | None = None,
     backend_options: Mapping[str, Any] = NO_OPTIONS,
-    output: str | Path | None = None,
     rows: int | None = None,
     prompt_field: str | None = None,
     answer_field: str | None = None,
@@ -91,22 +106,24 @@ def evaluate(
     is correct if its score is at least 1, and pass@k is the unbiased estimate of the chance that one of k is correct.
 
     Args:
-        model: directory in Hugging Face format, hub name, adapter directory or directory of a run.
+        model: directory of a model, an adapter or a run, hub name, or a result; left out: the run of `config`.
         data: sets by name, each a path or rows: a list of mappings or of prompts, or a `datasets.Dataset`. Or rows
             alone, the set `data`; or paths, each with `NAME=` before it or named after its file. Of a run also the
             names of its own sets; left out, the run's test rows.
         metrics: functions like those of a reward: callables, shipped names, `module:function`, `file.py:function`, or
             URLs; one, several in a list, or by metric. Of a run by default its `reward.metric`. What cannot be pickled
             runs in this process, without a deadline.
+        config: a TOML file or its sections, in place of the configuration of a run.
+        set: values by `section.key`, which come last.
+        output_dir: a folder, empty or absent, for `SET.jsonl` with every response and `evaluation.json`.
         samples: responses to each row.
         max_new_tokens: tokens of a response at most; by default the run's, else 256, or what prompts leave of a
             smaller context.
         temperature: 0 takes the likeliest tokens. By default 0 for one response and 1 for several.
-        top_p: draws among the likeliest tokens that together have this probability.
-        seed: of the draws.
+        top_p: draws among the likeliest tokens that together have this probability; by default 1, all of them.
+        seed: of the draws, by default 0.
         backend: name of a rollout backend; by default the run's, else `transformers`.
         backend_options: more of what the backend's `build` takes.
-        output: a folder, empty or absent, for `SET.jsonl` with every response and `evaluation.json`.
         rows: of each set, from the first; None: all.
         prompt_field: field of the prompt; by default the run's, else found by its name.
         answer_field: field of the answer, in the same way.
@@ -119,30 +136,26 @@ def evaluate(
         ConfigError, DataError: before anything is generated, for what cannot be used.
         RewardError: if a metric function fails, or scores no row of a set.
     """
-    folder = None if output is None else _check_folder(output)
+    folder = None if output_dir is None else _check_folder(output_dir)
+    how = {"backend": backend, "chat_template": chat_template, "system_prompt": system_prompt}
+    fields = {"prompt_field": prompt_field, "answer_field": answer_field}
+    kept = {**how, **fields, "max_new_tokens": max_new_tokens}
+    drawing = choose_drawing(set, temperature=temperature, top_p=top_p, seed=seed, **kept)
     with naming_arguments(), ExitStack() as stack, temporary_inputs() as inputs:
-        how: dict[str, str | None] = {"chat_template": chat_template, "system_prompt": system_prompt}
-        policy = read_policy(model, backend=backend, backend_options=backend_options, **how)
+        policy = read_policy(model, config=config, changes=set or {}, backend_options=backend_options, **how)
         functions = _name_functions(inputs.name_metrics(metrics), policy.config)
         paths = _name_sets(inputs.name_sets(data), policy.config)
-        fields = {"prompt_field": prompt_field, "answer_field": answer_field}
         sets = {name: read_prompts(policy, path, most_rows=rows, **fields)[1] for name, path in paths.items()}
-        sampling = build_sampling_of(
-            samples=samples,
-            temperature=temperature,
-            top_p=top_p,
-            max_new_tokens=policy.choose_new_tokens(max_new_tokens, *sets.values()),
-            seed=seed,
-            stop_ids=policy.stop_ids,
-            stop_strings=policy.stop_strings,
-        )
-        policy.check_room(sampling, *sets.values())
+        sampling = policy.choose_sampling(drawing, *sets.values(), samples=samples, max_new_tokens=max_new_tokens)
         built = _build_scorer(policy, functions, sets, answer_field, search_path, stays=inputs.holds_functions)
         scorer = stack.enter_context(closing(built))
         found = _score_sets(policy, sets, sampling, scorer, partial(_keeping, folder, on_progress))
-    result = EvaluationResult(model=os.fspath(model), sets=found, output=folder)
+    source = policy.source
+    result = EvaluationResult(
+        model=source.name, sets=found, model_dir=Path(source.path), run_dir=source.run, output=folder
+    )
     if folder is not None:
-        write_text(folder / _RESULT, json.dumps(result.to_dict(), indent=2) + "\n")
+        write_text(folder / _RESULT, json.dumps(result.summary, indent=2) + "\n")
     return result
 
 
@@ -261,9 +274,9 @@ def _split_name(text: str, own: Mapping[str, str]) -> tuple[str, str]:
     return "_".join(re.findall(r"[\w.-]+", stem)) or "data", text
 
 
-def _check_folder(output: str | Path) -> Path:
-    _check.kind("output", output, str | os.PathLike, "a path")
-    folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
+def _check_folder(output_dir: str | Path) -> Path:
+    _check.kind("output_dir", output_dir, str | os.PathLike, "a path")
+    folder, label = Path(read_path("output_dir", os.fspath(output_dir))), f"output_dir = {show(os.fspath(output_dir))}"
     refuse_unwritable(folder, label)
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{label}: is not empty. Choose another folder")

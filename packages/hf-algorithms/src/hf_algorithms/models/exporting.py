@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +19,63 @@ from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
 from hf_protocols.validation import Checks, show
 
-__all__ = ["export", "state_padding"]
+__all__ = ["ExportResult", "export", "state_padding"]
 
 _STEPS = "steps"
 _check = Checks(ConfigError)
 
 
-def export(model: str | Path, *, output: str | Path, iteration: int | None = None, merge: bool = False) -> Path:
+@dataclass(frozen=True, kw_only=True)
+class ExportResult:
+    """The directory that `export` wrote; it stands for it where a path is wanted.
+
+    Attributes:
+        model_dir: the directory.
+        run_dir: directory of the run that the model is from; None for a model alone.
+        summary: the model as it was given, the iteration of a run, and whether an adapter was merged.
+        metrics: objects of the run's `metrics.jsonl`, those of the model's iterations; none for a model alone.
+    """
+
+    model_dir: Path
+    run_dir: Path | None
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+
+    def __fspath__(self) -> str:
+        return str(self.model_dir)
+
+
+def export(
+    model: str | os.PathLike[str] | None = None,
+    *,
+    output_dir: str | os.PathLike[str],
+    iteration: int | None = None,
+    merge: bool = False,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    set: Mapping[str, Any] | None = None,
+) -> ExportResult:
     """Copies the model of a run, or a model directory, to a new directory that `from_pretrained` loads.
 
     Args:
-        model: directory of a run, directory in Hugging Face format, adapter directory, or hub name.
-        output: a directory that is absent or empty.
+        model: directory of a run or its result, directory in Hugging Face format, adapter directory, or hub name; left
+            out, the run that `config` describes.
+        output_dir: a directory that is absent or empty.
         iteration: of a run: the model that it had after this iteration; None: the last one that it committed.
         merge: adds an adapter to the weights of its base. A model without an adapter stays as it is.
-
-    Returns:
-        The directory.
+        config: a TOML file or its sections: of its run, if `model` is left out.
+        set: values by `section.key`, such as another `run.output_dir`; they come last.
 
     Raises:
         ConfigError: for a model that is absent or damaged, an adapter without its base, and an iteration of which the
             run holds no model.
     """
-    _check.kind("output", output, str | os.PathLike, "a path")
+    _check.kind("output_dir", output_dir, str | os.PathLike, "a path")
     _check.kind("merge", merge, bool, "True or False")
-    folder, label = Path(read_path("output", os.fspath(output))), f"output = {show(os.fspath(output))}"
+    folder, label = Path(read_path("output_dir", os.fspath(output_dir))), f"output_dir = {show(os.fspath(output_dir))}"
     refuse_unwritable(folder.parent, label)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{label}: is not an empty directory. Choose another one")
-    source = find_model_source(model)
+    source = find_model_source(model, config=config, changes=set or {})
     given = source.path if iteration is None else _find_iteration(source, iteration)
     fresh = folder.absolute().with_name(f".{folder.name}.{os.getpid()}.part")
     try:
@@ -60,7 +90,24 @@ def export(model: str | Path, *, output: str | Path, iteration: int | None = Non
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    return folder
+    last = _read_last_iteration(source.run) if iteration is None and source.run is not None else iteration
+    return ExportResult(
+        model_dir=folder,
+        run_dir=source.run,
+        summary={"model": source.name, "iteration": last, "merged": merge and is_adapter(given)},
+        metrics=[] if source.run is None else _read_metrics(source.run, last),
+    )
+
+
+def _read_metrics(run: Path, last: int | None) -> list[dict[str, Any]]:
+    """Rows of a run up to an iteration, those that are whole lines of JSON."""
+    found = []
+    with suppress(OSError, ValueError):
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if isinstance(row, dict) and (last is None or row.get("iteration", 0) <= last):
+                found.append(row)
+    return found
 
 
 def _export(path: str, target: Path, label: str, *, merge: bool) -> None:

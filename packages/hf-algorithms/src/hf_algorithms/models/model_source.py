@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.run.directory import ORIGIN, is_run
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
+from hf_protocols.toml import read_toml
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -38,36 +41,53 @@ class ModelSource:
     """A model as the user named it.
 
     Attributes:
-        label: beginning of messages, such as `model = 'runs/mine'`.
+        name: as it was given.
         path: directory or hub name of the model.
         run: directory of the run that it is from; None for a model alone.
+        sections: configuration that was given in place of the run's.
+        folder: of the file that it was read from.
     """
 
-    label: str
+    name: str
     path: str
     run: Path | None
+    sections: Mapping[str, Any] | None = None
+    folder: str | None = None
+
+    @property
+    def label(self) -> str:
+        """Beginning of messages, such as `model = 'runs/mine'`."""
+        return f"model = {show(self.name)}"
 
     def load_config(self) -> Config | None:
-        """Returns the run's configuration, whose paths hold in any folder; None without a run.
+        """Returns the given configuration, else the run's, whose paths hold in any folder; None without either.
 
         Raises:
             ConfigError: for a configuration that cannot be read, or a recipe of one's own that is not found.
         """
+        from hf_algorithms.config import parse_config
+
+        sections = self.read_own_sections() if self.sections is None else self.sections
+        return None if sections is None else parse_config(sections, search_path=self.search_path, command=None)
+
+    def read_own_sections(self) -> dict[str, Any] | None:
+        """Returns those of the run's configuration, None without a run.
+
+        Raises:
+            ConfigError: for a file that cannot be read.
+        """
         if self.run is None:
             return None
-        from hf_algorithms.config import load_config, parse_config
-
-        if self._origin is None:
-            return load_config(self.run / "config.toml", search_path=self.search_path, command=None)
-        return parse_config(dict(self._origin.sections), search_path=self.search_path, command=None)
+        return read_toml(self.run / "config.toml") if self._origin is None else deepcopy(dict(self._origin.sections))
 
     @property
     def search_path(self) -> tuple[str, ...]:
-        """Folders of the run's own modules, after the current one; none without a run."""
+        """Folders of users' modules: the current one, that of a given file, and the run's own."""
+        given = () if self.folder is None else (self.folder,)
         if self.run is None:
-            return ()
+            return () if self.sections is None else (os.getcwd(), *given)
         own = () if self._origin is None else self._origin.search_path
-        return (os.getcwd(), *own, str(self.run.resolve()))
+        return (os.getcwd(), *given, *own, str(self.run.resolve()))
 
     @cached_property
     def _origin(self) -> RunOrigin | None:
@@ -78,23 +98,62 @@ class ModelSource:
         return read_origin(file.parent) if file is not None and file.is_file() and file.stat().st_size else None
 
 
-def find_model_source(model: str | Path) -> ModelSource:
-    """Returns where the model of a directory, a hub name or a run is.
+def find_model_source(
+    model: object, *, config: object = None, changes: Mapping[str, Any] = MappingProxyType({})
+) -> ModelSource:
+    """Returns where a model is, and the configuration that it is used with.
+
+    Args:
+        model: directory, hub name or run; None: the run that `config` describes, or the model that it begins with.
+        config: a TOML file or its sections, in place of the run's.
+        changes: of the configuration, by `section.key`.
 
     Raises:
-        ConfigError: for a run that has committed no model.
+        ConfigError: for a run that has committed no model, and a configuration that cannot be read.
     """
+    if not isinstance(changes, Mapping):
+        raise ConfigError(f"set = {show(changes)}: is not a mapping of section.key to values")
+    from hf_algorithms.config import read_sections, set_key
+
+    sections = None if config is None else read_sections(config)
+    found = _find_model(_name_model(sections) if model is None else model)
+    if changes and sections is None:
+        sections = found.read_own_sections()
+        if sections is None:
+            raise ConfigError(
+                f"set: changes the configuration of a run, and {found.label} is not a run. Pass config, or arguments "
+                "such as max_new_tokens"
+            )
+    if sections is not None:
+        for key, value in changes.items():
+            set_key(sections, str(key), value, label="set")
+    folder = str(Path(config).resolve().parent) if isinstance(config, str | os.PathLike) else None
+    return replace(found, sections=sections, folder=folder)
+
+
+def _name_model(sections: Mapping[str, Any] | None) -> object:
+    """The run that a configuration describes, if it has begun, or else the model that it begins with."""
+    if sections is None:
+        raise ConfigError("model is missing. Pass a directory, a hub name or a run")
+    run, path = (sections.get(section, {}).get(key) for section, key in (("run", "output_dir"), ("model", "path")))
+    if isinstance(run, str) and is_run(Path(run).expanduser()):
+        return run
+    if path is None:
+        raise ConfigError("model is missing: config has no model.path, and its run.output_dir is not a run. Pass it")
+    return path
+
+
+def _find_model(model: object) -> ModelSource:
     if not isinstance(model, str | os.PathLike):
         shown = " ".join(show(model).split())  # a model is shown in many lines
         raise ConfigError(f"model = {shown}: is not a path or a hub name. Save it with save_pretrained first")
     path = read_path("model", os.fspath(model))
-    label = f"model = {show(os.fspath(model))}"
-    folder = Path(path)
+    folder, alone = Path(path), ModelSource(name=os.fspath(model), path=path, run=None)
     if not (folder.is_dir() and is_run(folder)):
-        return ModelSource(label=label, path=path, run=None)
+        return alone
     if not (folder / _MODEL).is_dir():
-        raise ConfigError(f"{label}: is a run without {_MODEL}/. A run commits it before its first iteration")
-    return ModelSource(label=label, path=str(folder / _MODEL), run=folder)
+        raise ConfigError(f"{alone.label}: is a run without {_MODEL}/. A run commits it before its first iteration")
+    return replace(alone, path=str(folder / _MODEL), run=folder)
 
 
 @contextmanager

@@ -120,7 +120,11 @@ def _end(temp_dir: str, program: int, since: str, *, kills: bool) -> None:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     for session in find_sessions(temp_dir, program, since):
-        shutil.rmtree(session, ignore_errors=True)
+        while os.path.exists(session):  # a process that is ending may write to it once more
+            shutil.rmtree(session, ignore_errors=True)
+            if time.monotonic() > deadline_s:
+                break
+            time.sleep(0.02)
         latest = os.path.join(temp_dir, _LATEST)
         with suppress(OSError):
             if os.readlink(latest) == session:
