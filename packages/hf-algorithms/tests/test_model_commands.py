@@ -335,6 +335,8 @@ def test_a_configuration_describes_the_run(model: Path, rows: Path) -> None:
     fresh = {"data": {"train": str(rows)}, "model": {"path": str(model)}, "reward": {"function": "exact_match"}}
     assert evaluate(config=fresh, max_new_tokens=2).metrics[0].keys() == {"set", "eval/test/exact_match"}
     assert evaluate(exported, config=fresh, max_new_tokens=2).model == "exported"
+    other = fresh | {"run": {"output_dir": "no-run"}}
+    assert export(config=other, set={"run.output_dir": "run"}, output_dir="again").run_dir == Path("run")
 
 
 def test_values_of_set_come_last(model: Path, rows: Path) -> None:
@@ -363,6 +365,8 @@ def test_what_does_not_fit_a_configuration_is_refused(model: Path, rows: Path) -
         ("temperature, and set 'rollout.temperature': both", lambda: evaluate("run", temperature=0.5, set=warm)),
         ("rollout.temperature = 'hot': must be a number", lambda: evaluate("run", set={"rollout.temperature": "hot"})),
         ("unknown key 'rollout.warmth'", lambda: evaluate("run", set={"rollout.warmth": 1.0})),
+        ("model is missing", lambda: evaluate(config={"run": [3]})),
+        ("model is missing", lambda: evaluate(set=warm)),
         ("set = 3: is not a mapping", lambda: evaluate("run", set=3)),
         ("config = 3: is not a path", lambda: evaluate("run", config=3)),
         ("output, output_dir: both are given", lambda: generate("run", data=rows, output="a", output_dir="b")),

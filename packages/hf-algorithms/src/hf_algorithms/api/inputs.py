@@ -159,16 +159,16 @@ class InputFolder:
             )
             self._names["reward.metric"] = (reward["metric"], f"metric {name!r}")
             reward.update({"processes": 0} if holds else {})
-        for number, given in enumerate(sets if isinstance(sets := body.get("evaluation"), list) else []):
-            if not isinstance(given, dict):
-                continue
-            if not _is_path(given.get("data", "")):
-                rows, label = given["data"], f"evaluation[{number}].data"
-                given["data"] = self.name_rows(rows, f"evaluation_{number}", label=label, key=label)
-            for place, metric in enumerate(given["metrics"]) if isinstance(given.get("metrics"), list) else ():
+        sets = body.get("evaluation")
+        for number, given in enumerate(sets if isinstance(sets, list) else []):
+            if isinstance(given, dict) and not _is_path(given.get("data", "")):
+                label = f"evaluation[{number}].data"
+                given["data"] = self.name_rows(given["data"], f"evaluation_{number}", label=label, key=label)
+            metrics: Any = given.get("metrics") if isinstance(given, dict) else None
+            for place, metric in enumerate(metrics if isinstance(metrics, list) else []):
                 if callable(metric):
                     name = _find_name(metric, place + 1)
-                    given["metrics"][place], holds = self._name_function(
+                    metrics[place], holds = self._name_function(
                         metric, name, kind="metric", is_in_process=is_in_process
                     )
                     if holds:

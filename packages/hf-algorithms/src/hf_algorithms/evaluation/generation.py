@@ -215,6 +215,8 @@ def read_policy(
     """
     source = find_model_source(model, config=config, changes=changes)
     settings = source.load_config()
+    if chat_template is None and settings is not None and (config is not None or "data.chat_template" in changes):
+        chat_template = settings.data.chat_template  # a run's own is in its tokenizer
     if backend is None:
         backend, own = _choose_backend(settings)
         backend_options = {**own, **backend_options}
@@ -274,8 +276,6 @@ def _read_policy(
     tokenizer = load_tokenizer(str(path if adapter is None else adapter.tokenizer), label=source.label)
     check_vocabulary(tokenizer, files, label=source.label)
     data = None if config is None else config.data
-    if template is None and data is not None and source.sections is not None:
-        template = data.chat_template  # a run's own is in its tokenizer
     turns = TurnFormat(
         tokenizer,
         template=None if template is None else read_template(template),

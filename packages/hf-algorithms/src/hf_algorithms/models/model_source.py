@@ -116,10 +116,10 @@ def find_model_source(
     from hf_algorithms.config import read_sections, set_key
 
     sections = None if config is None else read_sections(config)
-    found = _find_model(_name_model(sections) if model is None else model)
+    found = None if model is None else _find_model(model)
     if changes and sections is None:
-        sections = found.read_own_sections()
-        if sections is None:
+        sections = None if found is None else found.read_own_sections()
+        if found is not None and sections is None:
             raise ConfigError(
                 f"set: changes the configuration of a run, and {found.label} is not a run. Pass config, or arguments "
                 "such as max_new_tokens"
@@ -127,6 +127,7 @@ def find_model_source(
     if sections is not None:
         for key, value in changes.items():
             set_key(sections, str(key), value, label="set")
+    found = found or _find_model(_name_model(sections))
     folder = str(Path(config).resolve().parent) if isinstance(config, str | os.PathLike) else None
     return replace(found, sections=sections, folder=folder)
 
@@ -135,7 +136,8 @@ def _name_model(sections: Mapping[str, Any] | None) -> object:
     """The run that a configuration describes, if it has begun, or else the model that it begins with."""
     if sections is None:
         raise ConfigError("model is missing. Pass a directory, a hub name or a run")
-    run, path = (sections.get(section, {}).get(key) for section, key in (("run", "output_dir"), ("model", "path")))
+    tables = {name: keys for name, keys in sections.items() if isinstance(keys, Mapping)}
+    run, path = tables.get("run", {}).get("output_dir"), tables.get("model", {}).get("path")
     if isinstance(run, str) and is_run(Path(run).expanduser()):
         return run
     if path is None:
