@@ -126,7 +126,7 @@ PAIRS = (("close", "raise"), ("interrupt", "end all"))
 """The programs of the fast tests; a signal to the whole group reaches the program too, as "end" does."""
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(params=PAIRS, ids=" and ".join)
 def programs(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Popen[str]]]:
     """Two that start together; four clusters at a time are more than two cores start in time next to another lane."""
     programs = {argument: start(argument) for argument in request.param}
@@ -136,11 +136,9 @@ def programs(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Po
         program.communicate(timeout=15)
 
 
-@pytest.mark.parametrize(
-    ("programs", "argument"), [(pair, each) for pair in PAIRS for each in pair], indirect=["programs"]
-)
-def test_nothing_is_left_behind(programs, argument):
-    check_end(programs[argument], argument)
+def test_nothing_is_left_behind(programs):
+    for argument, program in programs.items():
+        check_end(program, argument)
 
 
 @pytest.mark.slow
