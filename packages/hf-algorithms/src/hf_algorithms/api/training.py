@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.api.inputs import InputFolder, are_texts
 from hf_algorithms.api.notebook import is_notebook
-from hf_algorithms.api.value_names import naming_parameters, rewording
+from hf_algorithms.api.value_names import naming_parameters, refuse_doubled, rewording
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show
 
@@ -189,9 +189,7 @@ class _Given:
             "reward": [f"reward.{name}" for name in _SCORERS],
         }
         for name, value in {**others, "dataset": self.dataset, "reward": self.reward}.items():
-            doubled = [key for key in keys[name] if key in self.changes]
-            if value is not None and doubled:
-                raise ConfigError(f"{name}, and set {show(doubled[0])}: both are given. Leave out one of them")
+            refuse_doubled(self.changes, name, value, keys[name])
 
     def refuse_missing(self, body: Mapping[str, Any]) -> None:
         """Refuses sections without rows or a model, by the arguments that pass them."""

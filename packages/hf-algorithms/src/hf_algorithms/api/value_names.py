@@ -7,14 +7,15 @@ another way, the errors of a block say so.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import click
 
-from hf_protocols.errors import HybridFlowError
+from hf_protocols.errors import ConfigError, HybridFlowError
+from hf_protocols.validation import show
 
-__all__ = ["naming_arguments", "naming_flags", "naming_parameters", "rewording"]
+__all__ = ["naming_arguments", "naming_flags", "naming_parameters", "refuse_doubled", "rewording"]
 
 _KEYS = {
     "data.prompt_field": "prompt_field",
@@ -39,6 +40,17 @@ _PARAMETERS = {
 """Flags and keys, and the parameters that stand for them in Python."""
 _LABEL = re.compile(r"([a-z_]+)(?:\.(\w+))?( = |=|: | is missing)")
 """The value that a message begins with, such as `output = 'x': exists` or `backend_options.dtype: ...`."""
+
+
+def refuse_doubled(changes: Mapping[str, object], name: str, value: object, keys: Iterable[str]) -> None:
+    """Refuses an argument that is given, by its name, next to one of the keys of `set` that it stands for.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    doubled = [key for key in keys if key in changes]
+    if value is not None and doubled:
+        raise ConfigError(f"{name}, and set {show(doubled[0])}: both are given. Leave out one of them")
 
 
 @contextmanager

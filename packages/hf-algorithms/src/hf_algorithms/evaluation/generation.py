@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from hf_algorithms.api.inputs import temporary_inputs
-from hf_algorithms.api.value_names import naming_arguments
+from hf_algorithms.api.value_names import naming_arguments, refuse_doubled
 from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
 from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, load_tokenizer, open_rows, read_template
 from hf_algorithms.evaluation.responses import build_sampling_of, check_room, draw_responses
@@ -336,8 +336,7 @@ def choose_drawing(changes: Mapping[str, Any] | None, **given: Any) -> dict[str,
     """
     changes = changes if isinstance(changes, Mapping) else {}
     for name, value in given.items():
-        if value is not None and (key := _KEYS[name]) in changes:
-            raise ConfigError(f"{name}, and set {show(key)}: both are given. Leave out one of them")
+        refuse_doubled(changes, name, value, [_KEYS[name]])
     found = {name: changes.get(_KEYS[name]) if given[name] is None else given[name] for name in _USUAL}
     return {name: _USUAL[name] if value is None else value for name, value in found.items()}
 

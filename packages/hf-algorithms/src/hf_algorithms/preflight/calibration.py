@@ -57,7 +57,7 @@ def write_calibration(timings: Iterable[HostTiming], *, num_cores: int) -> Path:
 
 
 def read_calibration(*, num_cores: int) -> list[HostTiming]:
-    """Returns the measurements, none where there is no file or it is of a host with another number of cores.
+    """Returns the measurements of this host; an empty list without a file, or if its number of cores is another one.
 
     Raises:
         ConfigError: if the file cannot be read, or is not one that `write_calibration` wrote.
@@ -76,10 +76,10 @@ def read_calibration(*, num_cores: int) -> list[HostTiming]:
 def choose_ranks(timings: Iterable[HostTiming], parameters: int) -> int | None:
     """The number of ranks with the shortest iteration, by the model of the nearest size; None without measurements."""
 
-    def rank(timing: HostTiming) -> tuple[float, float]:
+    def by_distance(timing: HostTiming) -> tuple[float, float]:
         return abs(math.log(timing.parameters / max(1, parameters))), timing.seconds
 
-    nearest = min(timings, key=rank, default=None)
+    nearest = min(timings, key=by_distance, default=None)
     return None if nearest is None else nearest.ranks
 
 
