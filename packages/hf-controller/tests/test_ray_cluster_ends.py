@@ -36,6 +36,24 @@ with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20) as executor:
 print("closed", flush=True)
 """
 
+STARTING = """
+from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, register
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+
+class Waiting(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def wait(self):
+        pass
+
+with RayExecutor(num_cpus=1, object_store_bytes=100 * 2**20, start_timeout_s=8.0) as executor:
+    print("joined", flush=True)
+    input()
+    spec = WorkerSpec(worker=Waiting, topology=Topology(ParallelSpec()))
+    executor.build_groups(ResourcePool([1], device="cpu"), {"waiting": spec})
+"""
+
 
 def start(seconds: float, mark: Path) -> subprocess.Popen[str]:
     """The program, whose worker sleeps by then."""
@@ -100,6 +118,25 @@ def test_a_stopped_cluster_is_named_and_ends_with_its_program(process, called, t
     assert program.returncode == 1
     (raised,) = (line for line in errors.splitlines() if "WorkerTimeoutError: " in line)
     assert f"The {called} of the cluster was stopped, as by SIGSTOP." in errors, raised
+    assert not Path(f"/proc/{victim}").exists()
+
+
+@pytest.mark.parametrize(("process", "called"), [("gcs_server", "GCS"), ("raylet", "raylet")])
+def test_a_start_on_a_stopped_cluster_has_its_deadline(process, called):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    program = subprocess.Popen([sys.executable, "-c", STARTING], text=True, start_new_session=True, **pipes)
+    try:
+        assert program.stdout.readline() == "joined\n"
+        (victim,) = find_children(program.pid, process)
+        os.kill(victim, signal.SIGSTOP)
+        _, errors = program.communicate("go on\n", timeout=120)
+    finally:
+        program.kill()
+        program.communicate()
+    assert program.returncode == 1
+    (raised,) = (line for line in errors.splitlines() if "WorkerTimeoutError: " in line)
+    wanted = f"waiting.__init__ is not done after 8 s (start_timeout_s): the {called} of the cluster was stopped, as by"
+    assert wanted in raised
     assert not Path(f"/proc/{victim}").exists()
 
 

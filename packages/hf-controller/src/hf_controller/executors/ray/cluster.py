@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -25,10 +26,10 @@ from hf_controller.executors.ray.ray_internals import start_workers_without_uv, 
 from hf_controller.executors.ray.spilling import SpillCheck
 from hf_controller.executors.ray.terminal import quiet_ray, without_quiet
 from hf_controller.executors.ray.watchdog import Watchdog
-from hf_controller.failures import LostClusterError
+from hf_controller.failures import Deadline, LostClusterError
 from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
-from hf_protocols import HybridFlowError, PoolError, read_machine_limits
+from hf_protocols import HybridFlowError, PoolError, WorkerTimeoutError, read_machine_limits
 from hf_protocols.foreign_code import Caught, raised_as
 from hf_protocols.validation import show
 
@@ -156,6 +157,49 @@ class Cluster:
             process.send_signal(signal.SIGCONT)
         return list(stopped)
 
+    @contextmanager
+    def starting(self, role: str, deadline: Deadline) -> Iterator[None]:
+        """Ends a start of workers for which the cluster's own processes do not answer.
+
+        Args:
+            role: whose workers, for the message.
+            deadline: of the start. After it, what is stopped of the cluster is continued, so that the start ends.
+
+        Raises:
+            WorkerTimeoutError: naming what was stopped, at the end of the start.
+        """
+        with self._continuing(deadline.seconds) as stopped:
+            try:
+                yield
+            except HybridFlowError:
+                if not stopped:
+                    raise
+        if stopped:
+            raise WorkerTimeoutError(
+                f"{role}.__init__ is not done after {deadline.seconds:g} s ({deadline.key}): the "
+                f"{' and the '.join(stopped)} of the cluster was stopped, as by SIGSTOP"
+            )
+
+    @contextmanager
+    def _continuing(self, after_s: float) -> Iterator[dict[str, None]]:
+        """Has a thread call `resume_stopped` until the block ends, from some time on; yields what was stopped."""
+        stopped: dict[str, None] = {}
+        is_over = threading.Event()
+
+        def look() -> None:
+            wait_s = after_s
+            while not is_over.wait(wait_s):
+                stopped.update(dict.fromkeys(self.resume_stopped()))
+                wait_s = _LOOK_S
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield stopped
+        finally:
+            is_over.set()
+            thread.join()
+
     def stop(self, *, keeps_logs: bool = False) -> None:
         """Leave the cluster; a local one ends with all its processes and files.
 
@@ -164,8 +208,8 @@ class Cluster:
         """
         atexit.unregister(self.stop)
         self._look_for_spilling()
-        self.resume_stopped()
-        ray.shutdown()
+        with self._continuing(0.0):
+            ray.shutdown()
         if self._watchdog is not None:
             self._watchdog.dismiss(keeps_logs=keeps_logs)
 

@@ -137,17 +137,18 @@ class RayExecutor(Executor):
         self._check_new(pool, specs)
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         packed = [pack_roles(roles) for roles in ([specs] if fused else [{role: specs[role]} for role in specs])]
-        if pool not in self._occupied:
-            placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
-            self._occupied[pool] = OccupiedPool(placed)
         built: list[HostSet] = []
 
         def undo(_kind: object, error: BaseException | None, _trace: object) -> None:
-            if error is not None:
+            if error is not None and pool in self._occupied:
                 error.add_note(self._end(pool, built, orderly=False))
 
         with ExitStack() as stack:
             stack.push(undo)
+            stack.enter_context(self._cluster.starting(", ".join(specs), self._start_deadline()))
+            if pool not in self._occupied:
+                placed = place(pool, self._start_timeout_s, own=list(self._occupied), on_distinct_machines=self._joined)
+                self._occupied[pool] = OccupiedPool(placed)
             for each in packed:
                 built.append(self._start(pool, each))
                 self._host_sets |= {groups[role]: built[-1] for role in each.roles}
