@@ -19,6 +19,7 @@ from hf_controller.data.results import Metrics
 from hf_controller.data.transport import Column, Shard
 from hf_controller.executors.ray import executor as executor_module
 from hf_controller.executors.ray import host_set as host_set_module
+from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.host_process import Location
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.groups.call import BatchArgument, Call
@@ -164,16 +165,13 @@ class _RecordedActor:
         return found
 
 
-class _RecordedCluster:
-    """A cluster that is always there."""
-
-    is_lost = False
+class _RecordedCluster(Cluster):
+    """A cluster without processes of its own, that is always there."""
 
     def __init__(self, **_: Any) -> None:
-        pass
-
-    def check(self) -> None:
-        pass
+        self.is_lost = False
+        self._services = {}
+        self._gcs = self._spilling = self._watchdog = None
 
     def stop(self, *, keeps_logs: bool = False) -> None:
         pass

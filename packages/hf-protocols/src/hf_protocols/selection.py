@@ -120,7 +120,7 @@ class RowSelection:
         """Pickles as bare borders or rows, at most 4 bytes a row below row 2**32: selections travel with every call."""
         code = "q" if self.end >= 2**32 else "I"
         if len(self) < 2 * len(self.intervals):
-            return RowSelection.from_rows, (array(code, self),)
+            return _from_rows, (array(code, self),)
         return _from_borders, (array(code, chain.from_iterable(self.intervals)),)
 
     @cached_property
@@ -204,6 +204,10 @@ def _merge(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     if last >= 0:
         merged.append((first, last))
     return merged
+
+
+def _from_rows(rows: array[int]) -> RowSelection:
+    return RowSelection.from_rows(rows)
 
 
 def _from_borders(borders: array[int]) -> RowSelection:

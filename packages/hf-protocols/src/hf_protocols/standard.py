@@ -7,6 +7,7 @@ complete them. Each is a pair of functions that your own protocols can reuse; pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 from hf_protocols.errors import ProtocolError
 from hf_protocols.selection import RowSelection, split_rows
@@ -65,8 +66,9 @@ def _by_dp_and_pp(topology: Topology, num_rows: int, weights: Weights = None) ->
     return [chunks[at.dp * pp_size + at.pp] for at in _coordinates(topology)]
 
 
-def _coordinates(topology: Topology) -> list[Coordinate]:
-    return [topology.coordinate(rank) for rank in range(topology.world_size)]
+@lru_cache(maxsize=32)  # a controller asks for the same few with every call
+def _coordinates(topology: Topology) -> tuple[Coordinate, ...]:
+    return tuple(topology.coordinate(rank) for rank in range(topology.world_size))
 
 
 def _collect_where(

@@ -369,7 +369,8 @@ class RayExecutor(Executor):
                     handles[rank] = LocalBatchHandle(left)
             host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         first = next(iter(calls.values()))
-        references = [each for _, inputs in packed.values() for each in inputs]
+        inputs = [each for _, inputs in packed.values() for each in inputs]
+        references = [each.binary() for each in inputs if isinstance(each, ray.ObjectRef)]
         state = CallState(
             call_id=first.call_id,
             role=group.role,
@@ -378,7 +379,7 @@ class RayExecutor(Executor):
             host_set=host_set,
             answers=answers,
             inputs=self._supervisor.find_makers(references),
-            references=[each.binary() for each in references if isinstance(each, ray.ObjectRef)],
+            references=references,
             deadline=self._deadline_of(group, first.method),
             failure_log=self.failure_log,
         )

@@ -83,10 +83,9 @@ class Supervisor:
             self.look()
             self._next_look = max(_MIN_LOOK, 2 * len(self._calls))
 
-    def find_makers(self, references: Iterable[Any]) -> frozenset[int]:
+    def find_makers(self, objects: Iterable[bytes]) -> frozenset[int]:
         """The numbers of calls in flight that leave some of these objects."""
-        ids = [each.binary() for each in references if isinstance(each, ray.ObjectRef)]
-        return frozenset(self._made[each] for each in ids if each in self._made)
+        return frozenset(self._made[each] for each in objects if each in self._made)
 
     def note_answers(self, call: CallState, packed: Sequence[object]) -> None:
         """All of a call's answers are there."""

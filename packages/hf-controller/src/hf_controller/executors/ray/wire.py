@@ -13,6 +13,7 @@ import io
 import pickle
 from collections.abc import Sequence
 from dataclasses import replace
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -37,6 +38,7 @@ _MAX_SENT_BYTES = 8 * 1024
 _MAX_SENT_REFERENCES = 64
 # Ray hands smaller results around through the caller, and the controller touches no tensor.
 _MIN_RETURNED_BYTES = 128 * 1024
+_OWN = ("hf_controller", "hf_protocols")
 _PLAIN_TYPES = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -65,12 +67,21 @@ class _CallPickler(cloudpickle.CloudPickler):
         self.references: dict[Any, int] = {}
         self.batches: dict[Any, int] = {}
 
-    def persistent_id(self, value: Any) -> tuple[str, int] | None:
-        if isinstance(value, LocalBatchHandle):
-            return "batch", self.batches.setdefault(value.contents, len(self.batches))
-        if isinstance(value, ray.ObjectRef | Sealed):
-            return "reference", self.references.setdefault(value, len(self.references))
-        return None
+    def reducer_override(self, value: Any) -> Any:
+        """Of all but numbers, words and plain containers: `persistent_id` would be asked of each number, too."""
+        kind = type(value)
+        if kind is ray.ObjectRef or kind is Sealed:
+            return _take, ("reference", self.references.setdefault(value, len(self.references)))
+        if kind is LocalBatchHandle:
+            return _take, ("batch", self.batches.setdefault(value.contents, len(self.batches)))
+        if not isinstance(value, type | FunctionType) or _is_own(value):
+            return NotImplemented
+        return super().reducer_override(value)  # type: ignore[no-untyped-call]
+
+
+def _is_own(value: type | FunctionType) -> bool:
+    """True for a class or a function that every rank can import: cloudpickle asks many questions of each."""
+    return "<locals>" not in value.__qualname__ and str(value.__module__).partition(".")[0] in _OWN
 
 
 class _CallUnpickler(pickle.Unpickler):
@@ -78,9 +89,17 @@ class _CallUnpickler(pickle.Unpickler):
         super().__init__(source)
         self._found = {"reference": references, "batch": [attach(contents) for contents in batches]}
 
-    def persistent_load(self, key: tuple[str, int]) -> Any:
-        kind, number = key
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._take if found is _take else found
+
+    def _take(self, kind: str, number: int) -> Any:
         return self._found[kind][number]
+
+
+def _take(kind: str, number: int) -> Any:
+    """Stands in a packed call for what travels next to it; `_CallUnpickler` has its own."""
+    raise AssertionError(f"{kind} {number} is next to the call")
 
 
 def pack_call(call: Call) -> PackedCall:
