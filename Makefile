@@ -67,12 +67,16 @@ test-trackers: ## set up .venv-trackers and test runs that TensorBoard, W&B, MLf
 fuzz: env ## read 100,000 damaged files with every reader; INPUTS=N for others
 	$(BIN)/python integration-tests/fuzz.py --inputs $(or $(INPUTS),100000)
 
-soak: env ## strike runs with faults at random, resume them, and keep the dated result
-	$(BIN)/python benchmarks/soak.py --executor in_process --keep
+soak: env ## strike runs with faults at random, resume them, and keep the dated results
+	scripts/env.sh vllm
+	$(BIN)/python benchmarks/soak.py --kind in_process --keep
+	$(BIN)/python benchmarks/soak.py --kind ray --keep
+	.venv-vllm/bin/python benchmarks/soak.py --kind server --keep
 
 test-failures: env ## run the whole failure matrix, and keep how long each message took
-	rm -f benchmarks/results/failures.jsonl
-	HYBRIDFLOW_FAILURES=$(CURDIR)/benchmarks/results/failures.jsonl $(BIN)/pytest $(FAILURES) -m "failures or not failures" $(DURATIONS)
+	mkdir -p .cache && rm -f .cache/failures.jsonl
+	HYBRIDFLOW_FAILURES=$(CURDIR)/.cache/failures.jsonl $(BIN)/pytest $(FAILURES) -m "failures or not failures" $(DURATIONS)
+	$(BIN)/python benchmarks/failure_table.py .cache/failures.jsonl
 
 test-matrix: env ## test every layout, the quickstart with every engine, and further variants of slow tests; keep the dated result
 	scripts/env.sh vllm

@@ -21,7 +21,7 @@ from hf_algorithms.checkpoints import saver
 from hf_controller.executors.base import Executor
 from hf_controller.executors.tracing import TracingExecutor
 
-__all__ = ["PHASES", "Fault", "arm"]
+__all__ = ["PHASES", "SERVER", "Fault", "arm"]
 
 PHASES = {
     "weight sync": "generate_sequences",
@@ -36,6 +36,8 @@ PHASES = {
 DELAYS_S = {"weight sync": 0.0, "commit, before COMMIT": 0.0}
 """Longest time between the moment and the fault, where that is not `LONGEST_DELAY_S`."""
 LONGEST_DELAY_S = 0.05
+SERVER = "server.pid"
+"""File of a program's folder with the process of the server that it asks for samples."""
 _FILE_BYTES = 4096
 _CALLS = {"trainer": "update_actor", "reward": "compute_reward"}
 _PROCESSES = {"raylet": "raylet", "gcs": "gcs_server"}
@@ -47,7 +49,7 @@ class Fault:
 
     Attributes:
         kind: `"SIGKILL"`, `"SIGSTOP"` or `"disk full"`: files of the victim cannot grow beyond 4 KiB.
-        victim: `"controller"`, `"trainer"`, `"reward"`, `"raylet"` or `"gcs"`.
+        victim: `"controller"`, `"trainer"`, `"server"`, `"reward"`, `"raylet"` or `"gcs"`.
         phase: key of `PHASES`.
         count: the fault comes when the program reaches the phase for this time, from 1.
         delay_s: after that.
@@ -103,10 +105,12 @@ class _Trigger:
             os.kill(pid, signal.Signals[self._fault.kind])
 
     def _find_victim(self) -> int:
-        """The process of the victim: of its rank on Ray, or else this one or a child of it."""
+        """The process of the victim: this one, that of its rank on Ray, the server's, or else a child of this one."""
         victim = self._fault.victim
         if victim == "controller":
             return os.getpid()
+        if victim == "server":
+            return int((self._note.parent / SERVER).read_text())
         if victim in self._ranks:
             return self._ranks[victim]
         children = psutil.Process().children(recursive=True)

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,13 +54,16 @@ class Ended:
     problems: tuple[str, ...]
 
 
-def run_program(arguments: Sequence[str], folder: Path, fault: Fault | None) -> Ended:
+def run_program(
+    arguments: Sequence[str], folder: Path, fault: Fault | None, tend: Callable[[], None] = lambda: None
+) -> Ended:
     """Runs `hybridflow` with some arguments to its end, which has a deadline.
 
     Args:
         arguments: of the command.
         folder: in which it runs.
         fault: that strikes it.
+        tend: is called again and again until then, and once more.
     """
     note, mark = folder / NOTE, secrets.token_hex(8)
     note.unlink(missing_ok=True)
@@ -73,8 +76,9 @@ def run_program(arguments: Sequence[str], folder: Path, fault: Fault | None) -> 
     os.close(write)
     reader = threading.Thread(target=_read_lines, args=(read, lines), daemon=True)
     reader.start()
-    code, problems = _watch(pid)
+    code, problems = _watch(pid, tend)
     at_s = time.time()
+    tend()
     problems += _find_leavings(mark, before)
     reader.join(LEFT_S)
     return Ended(code=code, at_s=at_s, lines=tuple(lines), problems=tuple(problems))
@@ -111,11 +115,12 @@ def _read_lines(read: int, lines: list[str]) -> None:
             lines.append(line)  # noqa: PERF402 - what was read is there at any time
 
 
-def _watch(pid: int) -> tuple[int, list[str]]:
+def _watch(pid: int, tend: Callable[[], None]) -> tuple[int, list[str]]:
     """Waits for a program's end, and continues it where it was stopped; returns its exit code and problems."""
     deadline_s = time.monotonic() + MOST_S
     problems: list[str] = []
     while True:
+        tend()
         found, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
         if found and os.WIFSTOPPED(status):
             time.sleep(STOPPED_S)

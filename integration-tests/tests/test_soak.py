@@ -18,8 +18,8 @@ FAULTS = (
 
 @pytest.mark.slow
 def test_a_run_that_is_struck_ends_as_one_that_is_not(tmp_path: Path) -> None:
-    soak = Soak(tmp_path, "in_process", num_iterations=4)
-    found = list(soak.strike_run(0, FAULTS))
+    with Soak(tmp_path, "in_process", num_iterations=4) as soak:
+        found = list(soak.strike_run(0, FAULTS))
     assert [each for each in found if isinstance(each, str) or each.problems] == []
     assert [each.ended.code for each in found if not isinstance(each, str)] == [-9, -9, 1, 0]
 

@@ -132,7 +132,7 @@ def pools(ray_executor: RayExecutor):
 
 
 def note(record: dict[str, object]) -> None:
-    """For the page of figures: only `make test-failures` asks for it."""
+    """For `docs/reference/recovery-contract.md`: only `make test-failures` asks for it."""
     path = os.environ.get("HYBRIDFLOW_FAILURES")
     if path:
         with Path(path).open("a", encoding="utf-8") as file:
@@ -156,7 +156,7 @@ def test_a_failure_ends_its_groups(ray_executor, reward, pools, how, place, grou
     # Who is stopped never answers: the deadline can be short wherever the others have room.
     deadline = Deadline(5.0 if how == "SIGSTOP" else 120.0, "deadlines.train_s")
     if place == "construction":
-        fail_in_construction(ray_executor, pools["actor"], how, monkeypatch)
+        fail_in_construction(ray_executor, pools["actor"], how, groups, monkeypatch)
         assert reward.answer().result() == [0, 1]
         return
     built = {role: ray_executor.build_groups(pools[role], {role: SPEC}, wait=False)[role] for role in roles}
@@ -194,7 +194,7 @@ def test_a_failure_ends_its_groups(ray_executor, reward, pools, how, place, grou
     assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
 
 
-def fail_in_construction(executor, pool, how, monkeypatch):
+def fail_in_construction(executor, pool, how, groups, monkeypatch):
     spec = WorkerSpec(worker=Member, topology=SPEC.topology, kwargs={"how": how})
     if how == "SIGSTOP":
         monkeypatch.setitem(executor._deadlines, "__init__", Deadline(30.0, "deadlines.start_s"))
@@ -203,7 +203,8 @@ def fail_in_construction(executor, pool, how, monkeypatch):
         executor.build_groups(pool, {"actor": spec})
     said = "\n".join([str(raised.value), *raised.value.__notes__])
     took_s = time.monotonic() - started_s
-    note({"how": how, "place": "construction", "launcher": "ray", "seconds": took_s, "message": said})
+    record = {"how": how, "place": "construction", "groups": groups, "launcher": "ray"}
+    note(record | {"seconds": took_s, "message": said})
     wanted = r"not done with __init__ within 30 s: raise deadlines.start_s" if how == "SIGSTOP" else MESSAGES[how]
     assert re.search(wanted, said), said
     assert "on pool 'actor' was ended: actor" in said

@@ -103,7 +103,7 @@ def test_torchrun_reports_the_rank_that_failed(tmp_path, how, place):
         assert re.search(REPORT.format(0, 1, r"\w*Error: "), ended.stderr), ended.stderr
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert pids and not any(map(is_alive, pids)), "a process stays"
-    if path := os.environ.get("HYBRIDFLOW_FAILURES"):  # the page of figures
+    if path := os.environ.get("HYBRIDFLOW_FAILURES"):  # for docs/reference/recovery-contract.md
         record = {"how": how, "place": place, "groups": "one", "launcher": "torchrun", "seconds": took_s}
         with Path(path).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record | {"message": message}) + "\n")
