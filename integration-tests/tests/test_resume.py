@@ -255,3 +255,13 @@ def test_a_run_in_python_returns_where_its_time_is_over(small_config: Path) -> N
     summary = sft(config=config, set={"run.max_seconds": 0.001}).summary
     assert (summary["status"], summary["iterations"], summary["last_commit"]) == ("interrupted", 1, 1)
     assert sft(resume=run, set={"run.max_seconds": 600.0}).summary["status"] == "finished"
+
+
+def test_a_run_that_is_ended_at_once_has_no_error(small_config: Path) -> None:
+    folder = small_config.parent
+    config = write_sft(small_config)
+    (folder / "stopper.py").write_text(STOPPER.format(name="TERM") + STOPPER.format(name="TERM").splitlines()[-1])
+    keys = ("run.iterations=100000", "run.eval_every=100000", f"run.on_metrics={folder / 'stopper.py'}:ask")
+    assert run_apart("sft", config, *(word for key in keys for word in ("--set", key))) == 143
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["error"]) == ("interrupted", None)

@@ -198,6 +198,7 @@ def fail_in_construction(executor, pool, how, groups, monkeypatch):
     spec = WorkerSpec(worker=Member, topology=SPEC.topology, kwargs={"how": how})
     if how == "SIGSTOP":
         monkeypatch.setitem(executor._deadlines, "__init__", Deadline(30.0, "deadlines.start_s"))
+        monkeypatch.setattr(executor, "_collective_timeout_s", 120.0)  # the deadline comes first, as by default
     started_s = time.monotonic()
     with pytest.raises(WorkerError) as raised:
         executor.build_groups(pool, {"actor": spec})

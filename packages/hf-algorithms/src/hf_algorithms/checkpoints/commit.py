@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
@@ -93,8 +93,14 @@ def find_commits(run: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and (steps / name / _COMMIT).is_file())
 
 
-def find_last_commit(run: Path) -> tuple[Commit | None, list[str]]:
+def find_last_commit(
+    run: Path, check: Callable[[Commit], None] = lambda commit: None
+) -> tuple[Commit | None, list[str]]:
     """Returns the newest commit whose files are as they were written, and a sentence for each that is not.
+
+    Args:
+        run: its directory.
+        check: raises a CheckpointError for a commit that cannot be used for another reason.
 
     Raises:
         CheckpointError: if there are commits and none can be used.
@@ -104,12 +110,15 @@ def find_last_commit(run: Path) -> tuple[Commit | None, list[str]]:
         try:
             commit = read_commit(run / STEPS / str(iteration))
             commit.verify()
+            check(commit)
         except CheckpointError as error:
             problems.append(str(error))
             continue
         return commit, problems
     if problems:
-        raise CheckpointError("no commit can be used. " + ". ".join(problems))
+        raise CheckpointError(
+            f"no commit can be used. {'. '.join(problems)}. Restore these files, or start another run"
+        )
     return None, []
 
 

@@ -144,7 +144,12 @@ def open_resumption(
     """
     from hf_algorithms.config import parse_config, set_key
 
+    if run.exists() and not run.is_dir():
+        raise ConfigError(f"--resume {run}: is not a directory. Give the directory of a run")
     directory = RunDirectory(run, resume=True)
+    place = overrides.get("run.output_dir", directory.path)
+    if Path(str(place)).resolve() != directory.path.resolve():
+        raise ConfigError(f"run.output_dir = {show(str(place))}: a run goes on in its directory. Leave the key out")
     origin = read_origin(directory.path)
     search_path = (os.getcwd(), *origin.search_path)
     body = deepcopy(dict(origin.sections))
@@ -155,7 +160,13 @@ def open_resumption(
     _check_changes(before, config, allowed)
     if changed := origin.find_changed():
         raise ConfigError(f"--resume {run}: {'; '.join(changed)}. Restore these files, or start another run")
-    return _find_start(config, directory, search_path)
+    found = _find_start(config, directory, search_path)
+    if config.run.iterations < found.iteration:
+        raise ConfigError(
+            f"run.iterations = {config.run.iterations}: the run has made {found.iteration} iterations. Set it to "
+            f"{found.iteration} or more"
+        )
+    return found
 
 
 def reopen(config: Config, run: Path, search_path: Sequence[str]) -> Resumption:
@@ -177,7 +188,15 @@ def reopen(config: Config, run: Path, search_path: Sequence[str]) -> Resumption:
 
 
 def _find_start(config: Config, directory: RunDirectory, search_path: Sequence[str]) -> Resumption:
-    commit, problems = find_last_commit(directory.path)
+    def check_files(commit: Commit) -> None:
+        for name, size in read_program(commit.folder).sizes.items():
+            path = directory.path / name
+            found = path.stat().st_size if path.exists() else 0
+            if found < size:
+                when = f"the commit of iteration {commit.iteration}"
+                raise CheckpointError(f"{path}: has {found} bytes, and had {size} at {when}")
+
+    commit, problems = find_last_commit(directory.path, check_files)
     program = None if commit is None else read_program(commit.folder)
     warm, more = find_last_commit(directory.path / WARM_START) if commit is None else (None, [])
     summary = _read_summary(directory.path)
@@ -211,6 +230,9 @@ def _list_rollbacks(found: Any) -> list[dict[str, int]]:
 
 def _check_changes(before: Config, after: Config, allowed: Sequence[str]) -> None:
     values = [dict(_flatten(config.model_dump())) for config in (before, after)]
+    for key in allowed:
+        if key not in values[0] and key not in values[1]:
+            raise ConfigError(f"--allow-changed {key}: there is no such key. `hybridflow config` lists all keys")
     changed = [key for key in {**values[0], **values[1]} if values[0].get(key) != values[1].get(key)]
     refused = [key for key in changed if key not in FREE_KEYS and key not in allowed]
     if refused:
@@ -239,5 +261,7 @@ def _read_plan(path: Path) -> MappingPlan:
         return MappingPlan.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{path}: is not text in UTF-8. Restore it, or start another run") from None
     except (PlanError, ValueError) as error:
         raise CheckpointError(f"{path}: {error}") from None

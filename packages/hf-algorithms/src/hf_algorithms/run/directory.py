@@ -154,11 +154,8 @@ class RunDirectory:
             path = self.path / name
             if size == 0 and not path.exists():
                 return
-            found = path.stat().st_size
-            if found < size:
-                raise RunDirectoryError(
-                    f"{path}: has {found} bytes, and had {size} at the last commit. Restore it, or start another run"
-                )
+            if path.stat().st_size < size:
+                raise RunDirectoryError(f"{path}: has become shorter than {size} bytes. Restore it")
             os.truncate(path, size)
             sync(path)
 

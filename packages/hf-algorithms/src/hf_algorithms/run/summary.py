@@ -88,7 +88,7 @@ class RunSummary:
             self._body["status"] = "interrupted" if self._is_interrupted else "finished"
         else:
             self._body["status"] = "failed" if isinstance(error, Exception) else "interrupted"
-            self._body["error"] = _describe(error)
+            self._body["error"] = _describe(error) if isinstance(error, Exception) else None
         if self._body["status"] != "finished":
             where, iteration = self._describe_start(), self._body["iterations"] + 1
             restart = None if error is None else self._restarts.decide(error, iteration, where)
