@@ -47,7 +47,7 @@ def render(cells: Mapping[Cell, Sequence[float]]) -> str:
 
 
 def main() -> int:
-    """Keep what a file of cells holds."""
+    """Writes the result and the table; returns 0."""
     (path,) = sys.argv[1:]
     cells = read_cells(Path(path).read_text(encoding="utf-8").splitlines())
     metrics = {"_".join(cell): (round(statistics.median(each), 2), "s") for cell, each in cells.items()}

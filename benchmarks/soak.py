@@ -70,7 +70,7 @@ VICTIMS: Mapping[str, Mapping[str, Sequence[str]]] = {
     "server": {"SIGKILL": ("controller", "server"), "SIGSTOP": ("server",)},
 }
 TOLERANCE = {"rel_tol": 1e-3, "abs_tol": 2e-4}
-"""Of metrics whose samples come from an engine: its sums depend on what it computes at the same time."""
+"""Largest differences of metrics whose samples come from an engine, which rounds as it batches."""
 REWARDS = '''"""Reward and cost of the soak, which need no model."""
 
 

@@ -23,7 +23,7 @@ from engine_testing.local_server import LocalServer
 __all__ = ["TendedServer"]
 
 SIZES = ("model.hidden_size=64", "model.num_heads=2")
-"""Of a model whose heads are as wide as vLLM's kernels need."""
+"""Sizes of a model whose heads are as wide as vLLM's kernels need."""
 RESTART_S = 400.0
 STOPPED_S = 3.0
 
@@ -61,7 +61,7 @@ class TendedServer(AbstractContextManager["TendedServer"]):
         )  # fmt: skip
 
     def tend(self) -> None:
-        """Starts it again if its first process is gone, which takes a while, and continues it if it is stopped."""
+        """Starts the server again if its first process is gone, which takes a while; continues one that is stopped."""
         process = psutil.Process(self._server.pid)
         status = process.status()
         if status == psutil.STATUS_ZOMBIE:

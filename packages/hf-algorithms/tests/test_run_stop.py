@@ -49,7 +49,10 @@ def test_the_iteration_of_a_signal_is_finished(kind: signal.Signals, capfd: pyte
     with pytest.raises(Terminated) as end:
         stop.end()
     assert end.value.code == 128 + kind
-    assert f"{kind.name}: the run stops after this iteration. In run.grace_s = 60 s" in capfd.readouterr().err
+    assert (
+        f"{kind.name}: the run stops after this iteration. If that takes longer than run.grace_s = 60 s"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["its grace is over", "a second signal"])

@@ -109,7 +109,8 @@ def read_origin(run: Path) -> RunOrigin:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}. Name the directory of a run") from None
     except (ValueError, LookupError, TypeError, RecursionError):
         raise CheckpointError(
-            f"{path}: does not say how the run was started. Start it again, with --overwrite or in another directory"
+            f"{path}: does not say how the run was started. Restore it, or start the run again in another directory: "
+            "--overwrite would remove its commits"
         ) from None
 
 

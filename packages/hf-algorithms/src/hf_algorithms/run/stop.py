@@ -117,8 +117,8 @@ class RunStop:
             if is_first and self._before:
                 self._start_timer(grace_s, self._drop)
         line = (
-            f"{reason}: the run stops after this iteration. In run.grace_s = {grace_s:g} s it is dropped; "
-            "a second signal ends the run at once\n"
+            f"{reason}: the run stops after this iteration. If that takes longer than run.grace_s = {grace_s:g} s, "
+            "it is dropped; a second signal ends the run at once\n"
         )
         with suppress(OSError):
             os.write(2, line.encode())  # a handler of signals may not use buffers

@@ -177,12 +177,15 @@ class Cluster:
         if stopped:
             raise WorkerTimeoutError(
                 f"{role}.__init__ is not done after {deadline.seconds:g} s ({deadline.key}): the "
-                f"{' and the '.join(stopped)} of the cluster was stopped, as by SIGSTOP"
+                f"{' and the '.join(stopped)} of the cluster was stopped, as by SIGSTOP. Start again"
             )
 
     @contextmanager
     def _continuing(self, after_s: float) -> Iterator[dict[str, None]]:
-        """Has a thread call `resume_stopped` until the block ends, from some time on; yields what was stopped."""
+        """Calls `resume_stopped` again and again in a thread, from `after_s` on until the block ends.
+
+        Yields the names of what was stopped, which grow.
+        """
         stopped: dict[str, None] = {}
         is_over = threading.Event()
 

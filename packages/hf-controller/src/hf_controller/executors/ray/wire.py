@@ -68,7 +68,7 @@ class _CallPickler(cloudpickle.CloudPickler):
         self.batches: dict[Any, int] = {}
 
     def reducer_override(self, value: Any) -> Any:
-        """Of all but numbers, words and plain containers: `persistent_id` would be asked of each number, too."""
+        """Returns how a value is rebuilt. Unlike `persistent_id` it is not asked about numbers and plain containers."""
         kind = type(value)
         if kind is ray.ObjectRef or kind is Sealed:
             return _take, ("reference", self.references.setdefault(value, len(self.references)))
