@@ -25,7 +25,7 @@ ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test
 TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
 FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py \
 	packages/hf-engine/tests/test_torchrun_failures.py
-LONG_BENCHMARKS := $(addprefix benchmarks/bench_,learning.py gsm8k.py end_to_end.py)
+LONG_BENCHMARKS := $(addprefix benchmarks/bench_,learning.py gsm8k.py end_to_end.py gpu.py)
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.
@@ -122,8 +122,8 @@ bench-learning: env ## train every algorithm from one warm start; goes on where 
 bench-gsm8k: env ## run the page "Train on GSM8K" with three seeds; goes on where it stopped; needs ../shared/data/gsm8k
 	$(BIN)/python benchmarks/bench_gsm8k.py --write
 
-bench-gpu: env ## measure the transition of a 7B model on one GPU
-	$(BIN)/python benchmarks/gpu_transition.py
+bench-gpu: env ## measure transition, training and GRPO on one GPU within 8 minutes
+	$(BIN)/python benchmarks/bench_gpu.py
 
 wheels: env ## build each package's wheel and prove that it works when installed alone
 	source scripts/registry.sh && $(BIN)/python scripts/check_wheels.py

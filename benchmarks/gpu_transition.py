@@ -8,8 +8,6 @@ is the model and its largest parameter, which is there twice while it is copied.
 
 from __future__ import annotations
 
-import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,37 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measurement import record
 
 from hf_engine import ReshardExecutor, plan_reshard, replicated_layout
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.resharding.moving import ShardMover, storage_bytes
 from hf_protocols import ModelShape
 
+__all__ = ["measure"]
+
 NUM_ROUNDS = 7
-NO_GPU = "make bench-gpu needs a CUDA device with 30 GB of memory, and torch finds none here"
-
-
-def main() -> int:
-    """Measure and record; 2 without a GPU, 1 if weights differ or the peak passes the plan."""
-    if not torch.cuda.is_available():
-        print(NO_GPU, file=sys.stderr)
-        return 2
-    device = torch.device("cuda", 0)
-    found = measure(ModelShape.preset("llama-2-7b"), device)
-    metrics: dict[str, tuple[float, str]] = {"model_bytes": (found["model_bytes"], "bytes")}
-    for name in ("move", "restore", "copy"):
-        metrics[f"{name}_median_s"] = (round(statistics.median(found[name]), 5), "s")
-        metrics[f"{name}_slowest_s"] = (round(max(found[name]), 5), "s")
-    # A copy reads and writes every byte.
-    seconds = statistics.median(found["copy"])
-    metrics["copy_bandwidth"] = (round(2 * found["model_bytes"] / seconds / 1e9, 1), "GB/s")
-    for name in ("move", "restore"):
-        metrics[f"{name}_over_copy"] = (round(statistics.median(found[name]) / seconds, 3), "ratio")
-    metrics["peak_bytes"] = (found["peak_bytes"], "bytes")
-    metrics["planned_peak_bytes"] = (found["planned_peak_bytes"], "bytes")
-    record("gpu_transition", metrics, device=torch.cuda.get_device_name(device))
-    return int(not found["is_equal"] or found["peak_bytes"] > found["planned_peak_bytes"])
 
 
 def measure(model: ModelShape, device: torch.device, num_rounds: int = NUM_ROUNDS) -> dict[str, Any]:
@@ -125,7 +101,3 @@ def _reset_peak(device: torch.device) -> None:
 
 def _peak(device: torch.device) -> int:
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

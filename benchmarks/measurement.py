@@ -31,13 +31,17 @@ def record(
         "hardware": {"cpu": describe_processor(), "num_cores": os.cpu_count(), "system": platform.system()}
         | ({"device": device} if device else {}),
         "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in VERSIONS_OF}
+        | {name: metadata.version(name) for name in VERSIONS_OF if _is_installed(name)}
         | (versions or {}),
     }
     text = json.dumps(result, indent=2)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{subject}.json").write_text(text + "\n")
     print(text)
+
+
+def _is_installed(name: str) -> bool:
+    return any(metadata.distributions(name=name))
 
 
 def write_table(page: Path, name: str, table: str) -> None:

@@ -7,10 +7,11 @@ import sys
 from math import prod
 from pathlib import Path
 
-import gpu_transition
+import bench_gpu
 import pytest
 import torch
-from gpu_transition import NO_GPU, measure
+from bench_gpu import NO_GPU, PARTS, TARGETS
+from gpu_transition import measure
 
 from engine_testing.shapes import tiny_shape
 
@@ -28,10 +29,33 @@ def test_the_work_leaves_the_weights_as_they_were() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
-    ended = subprocess.run(
-        [sys.executable, str(Path(gpu_transition.__file__))], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = run_benchmark()
     assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", NO_GPU + "\n")
+
+
+@pytest.mark.slow
+def test_each_part_does_its_work_on_tiny_models() -> None:
+    """All but vLLM's, which this environment does not have; the ratios of such models say nothing."""
+    ended = run_benchmark("--small")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert "grpo_vllm: not run, as modules are missing: vllm" in lines
+    for part in set(PARTS) - {"grpo_vllm"}:
+        values = [float(line.split()[2]) for line in lines if line.startswith(f"{part}: ")]
+        assert values and min(values) > 0
+    assert all(any(f" {name} " in line for line in lines) for name in TARGETS)
+
+
+def test_a_run_in_process_needs_no_ray() -> None:
+    """Nor pyarrow, which the bundle for a machine without network leaves out."""
+    program = "import sys; sys.modules.update(ray=None, pyarrow=None); import hf_algorithms.run.loop"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(bench_gpu.__file__)), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 
 @pytest.mark.gpu

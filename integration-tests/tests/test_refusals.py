@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import hf_controller
 from hf_algorithms.commands import quickstart
 from hf_algorithms.preflight import machine
-from hf_algorithms.run import loop
 from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import PoolError
 from small_runs import Outcome, read_samples
@@ -95,7 +95,7 @@ def test_a_cluster_that_does_not_start_leaves_nothing(
     def refuse(**options: object) -> None:
         raise PoolError("no cluster here")
 
-    monkeypatch.setattr(loop, "RayExecutor", refuse)
+    monkeypatch.setattr(hf_controller, "RayExecutor", refuse)
     outcome = hybridflow("train", small_config, "--set", "run.executor=ray")
     assert (outcome.exit_code, "Error: no cluster here" in outcome.errors) == (2, True)
     assert not (small_config.parent / "run").exists()

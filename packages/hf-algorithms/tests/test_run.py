@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import hf_controller
 from hf_algorithms.config import parse_config
 from hf_algorithms.run import loop
 from hf_algorithms.run.deadlines import list_deadlines
@@ -20,7 +21,7 @@ def test_start_timeout_is_at_least_that_of_calls_and_two_minutes(
 ) -> None:
     """Their constructors load models and engines; a short deadline of calls is not a deadline for that."""
     given: dict[str, Any] = {}
-    monkeypatch.setattr(loop, "RayExecutor", lambda **options: given.update(options))
+    monkeypatch.setattr(hf_controller, "RayExecutor", lambda **options: given.update(options))
     cluster = {"address": "local", "call_timeout_s": call_timeout_s}
     config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": cluster})
     plan: Any = SimpleNamespace(pools=[SimpleNamespace(num_slots=2), SimpleNamespace(num_slots=1)])
@@ -37,7 +38,7 @@ def test_start_timeout_is_at_least_that_of_calls_and_two_minutes(
 
 def test_the_size_of_the_object_store_reaches_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(loop, "RayExecutor", lambda **options: given.update(options))
+    monkeypatch.setattr(hf_controller, "RayExecutor", lambda **options: given.update(options))
     config = parse_config({"data": {"train": "rows.jsonl"}, "cluster": {"object_store_bytes": 100 << 20}})
     loop.build_executor(config, SimpleNamespace(pools=[SimpleNamespace(num_slots=2)]))  # type: ignore[arg-type]
     assert given["object_store_bytes"] == 100 << 20

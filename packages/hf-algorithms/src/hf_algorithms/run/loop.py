@@ -42,7 +42,7 @@ from hf_algorithms.run.training_samples import collect_training_samples
 from hf_algorithms.run.warm_start import warm_start
 from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
-from hf_controller import Executor, InProcessExecutor, RayExecutor
+from hf_controller import Executor, InProcessExecutor
 from hf_protocols import MappingPlan
 
 if TYPE_CHECKING:
@@ -411,6 +411,8 @@ def build_executor(config: Config, plan: MappingPlan) -> Executor:
     """Returns the executor that `run.executor` names, with a slot for each of the plan's."""
     if config.run.executor == "in_process":
         return InProcessExecutor()
+    from hf_controller import RayExecutor  # Ray takes a second to import, and need not be installed
+
     slots = sum(pool.num_slots for pool in plan.pools)
     deadlines = list_deadlines(config)
     return RayExecutor(
