@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import ray
 
-from hf_controller.executors.ray.handles import LocalBatchHandle, Sealed
+from hf_controller.data.expressions import Source
+from hf_controller.executors.ray.handles import LocalBatchHandle, Sealed, SplitBatchHandle
 from hf_controller.executors.ray.wire import pack_call, unpack_call
 from hf_controller.groups.call import Call
 from hf_protocols import ProtocolError, RowSelection
@@ -31,6 +32,19 @@ def test_references_travel_next_to_the_bytes_once_each():
     assert packed.references == [first, second, sealed] and packed.batches == []
     assert not any(each.binary() in packed.packed for each in (first, second))
     assert found.args == ([first, second, first], sealed, {"again": (second, sealed)})
+
+
+def test_a_batch_of_many_ranks_travels_as_numbers_of_references():
+    references = [ray.ObjectRef.from_random() for _ in range(600)]
+    halves = zip(references[::2], references[1::2], strict=True)
+    source = Source([SplitBatchHandle(metadata=each, contents=other) for each, other in halves], maker="actor.score")
+    packed, found = travel(call_with([source, source], references[7]))
+    assert packed.references == [*references[::2], *references[1::2]] and packed.batches == []
+    one, other = found.args[0]
+    assert one is other and one is not source
+    assert (one.shards, one.maker, one.call) == (source.shards, "actor.score", None)
+    assert found.args[1] == references[7]
+    assert len(packed.packed) < 4 * 600 + 500
 
 
 def test_batches_of_this_machine_are_handed_over_as_they_are():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ray
 from ray import cloudpickle
 
+from hf_controller.data.expressions import Source
 from hf_controller.data.results import Metrics, Value
 from hf_controller.data.transport import Shard
-from hf_controller.executors.ray.handles import LocalBatchHandle, Sealed, attach
+from hf_controller.executors.ray.handles import LocalBatchHandle, Sealed, SplitBatchHandle, attach
 from hf_controller.executors.ray.shipping import find_unpicklable
 from hf_controller.groups.call import Call
 from hf_controller.trace import CallReport, Span, refuse
@@ -71,12 +73,25 @@ class _CallPickler(cloudpickle.CloudPickler):
         """Returns how a value is rebuilt. Unlike `persistent_id` it is not asked about numbers and plain containers."""
         kind = type(value)
         if kind is ray.ObjectRef or kind is Sealed:
-            return _take, ("reference", self.references.setdefault(value, len(self.references)))
+            return _take, ("reference", self._number(value))
+        if kind is Source and all(type(each) is SplitBatchHandle for each in value.shards):
+            # Two numbers for each of a thousand ranks: objects would take most of the time of a call.
+            metadata = array("I", [self._number(each.metadata) for each in value.shards])
+            contents = array("I", [self._number(each.contents) for each in value.shards])
+            return _take_source, (value.maker, metadata, contents)
         if kind is LocalBatchHandle:
             return _take, ("batch", self.batches.setdefault(value.contents, len(self.batches)))
         if not isinstance(value, type | FunctionType) or _is_own(value):
             return NotImplemented
         return super().reducer_override(value)  # type: ignore[no-untyped-call]
+
+    def _number(self, reference: Any) -> int:
+        return self.references.setdefault(reference, len(self.references))
+
+
+def _take_source(maker: str, metadata: Sequence[int], contents: Sequence[int]) -> Any:
+    """Stands for a batch whose shards are `SplitBatchHandle`s of references that travel next to the call."""
+    raise AssertionError(f"{len(metadata)} and {len(contents)} references of {maker} are next to the call")
 
 
 def _is_own(value: type | FunctionType) -> bool:
@@ -91,10 +106,17 @@ class _CallUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        return self._take if found is _take else found
+        if found is _take:
+            return self._take
+        return self._take_source if found is _take_source else found
 
     def _take(self, kind: str, number: int) -> Any:
         return self._found[kind][number]
+
+    def _take_source(self, maker: str, metadata: Sequence[int], contents: Sequence[int]) -> Source:
+        found = self._found["reference"]
+        pairs = zip(metadata, contents, strict=True)
+        return Source([SplitBatchHandle(metadata=found[a], contents=found[b]) for a, b in pairs], maker=maker)
 
 
 def _take(kind: str, number: int) -> Any:
