@@ -209,7 +209,8 @@ def test_a_supervised_run_is_refused_or_goes_on_in_python(
     assert hybridflow("sft", folder / "sft.toml", *words).exit_code == 0
     run, whole = folder / "run", folder / "whole"
     for refused, part in (
-        (("train", "--resume", run), "Use hybridflow sft"),
+        (("train", "--resume", run), "train does not run it. Use hybridflow sft"),
+        (("train", "--resume", run), f"--resume {run}: algorithm.name = 'sft': "),
         (("sft", folder / "sft.toml", "--resume", run), "Leave out CONFIG"),
         (("sft", "--resume", run, "--set", "run.seed=1"), "run.seed: 0 -> 1\nthe run would be another one"),
         (("sft", "--resume", data), "is not the directory of a run"),

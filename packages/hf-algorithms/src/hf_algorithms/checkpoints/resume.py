@@ -153,7 +153,10 @@ def open_resumption(
     origin = read_origin(directory.path)
     search_path = (os.getcwd(), *origin.search_path)
     body = deepcopy(dict(origin.sections))
-    before = parse_config(body, search_path=search_path, command=command)
+    try:
+        before = parse_config(body, search_path=search_path, command=command)
+    except ConfigError as error:
+        raise ConfigError(f"--resume {run}: {error}") from error
     for key, value in {**overrides, "run.output_dir": str(directory.path)}.items():
         set_key(body, key, value, label="--set")
     config = parse_config(body, search_path=search_path, command=command)
