@@ -126,13 +126,16 @@ def measure_training(sizes: Sizes) -> Metrics:
     """
     import torch
     import torch.distributed as dist
+    from plain_loop import PlainLoop
 
     from hf_engine import TrainConfig, load_train_backend
     from hf_protocols import ParallelSpec, Topology
 
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model", sizes)
-        dist.init_process_group(_backend_name(), store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if _device_name() == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
         batch = build_batch(sizes)
         num_tokens = float(batch["response_ids"].values().numel())
         config = TrainConfig(
@@ -144,7 +147,9 @@ def measure_training(sizes: Sizes) -> Metrics:
         for name in ("plain", "apart", "shared"):
             # One after another: two models with their optimizers do not fit on every device.
             if name == "plain":
-                loop = plain_loop(model, batch, config, num_tokens)
+                plain = PlainLoop(model, batch, config, num_tokens, device=_device_name())
+                loop = Loop(plain.update, plain.logprobs)
+                del plain
             else:
                 own = replace(config, shared_prompts=name == "shared")
                 backend = load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec()), config=own)
@@ -248,7 +253,7 @@ def write_model(folder: Path, sizes: Sizes, *, has_tokenizer: bool = False) -> P
     positions = sizes.prompt_tokens + sizes.response_tokens
     config = Qwen2Config(**sizes.model, **special, max_position_embeddings=positions, dtype="bfloat16")
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device(_device_name()):
         model = Qwen2ForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     del model
@@ -297,53 +302,6 @@ def backend_loop(backend: Any, batch: Any, num_tokens: float) -> Loop:
     return Loop(update, lambda: backend.compute_logprobs(batch))
 
 
-def plain_loop(model: Path, batch: Any, config: Any, num_tokens: float) -> Loop:
-    """An update and the log-probs of transformers and torch alone: float32 weights under autocast, fused AdamW."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from hf_engine.training.micro_batches import SequenceBatch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    plain.gradient_checkpointing_enable({"use_reentrant": False})
-    plain.train()
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=config.learning_rate, betas=config.betas, weight_decay=0.0, fused=True
-    )
-    micro_batches = SequenceBatch(batch).micro_batches(config.micro_batch_tokens)
-
-    def score(each: Any) -> torch.Tensor:
-        """Negative log-probs of the response tokens."""
-        with torch.autocast(device, torch.bfloat16):
-            hidden = plain.model(
-                input_ids=each.input_ids.to(device),
-                attention_mask=each.attention_mask.to(device),
-                position_ids=each.position_ids.to(device),
-                use_cache=False,
-            ).last_hidden_state
-            logits = plain.lm_head(hidden.flatten(0, 1)[each.predicting_positions.to(device)])
-        labels = each.response_ids[each.response_mask].to(device)
-        return torch.nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-
-    def update() -> tuple[float, float]:
-        total = 0.0
-        for each in micro_batches:
-            loss = score(each).sum()
-            (loss / num_tokens).backward()
-            total += float(loss.detach())
-        grad_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), config.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, float(grad_norm)
-
-    @torch.no_grad()
-    def logprobs() -> list[torch.Tensor]:
-        return [-score(each) for each in micro_batches]
-
-    return Loop(update, logprobs)
-
-
 def _check_reports(reports: Mapping[str, tuple[float, float]]) -> None:
     loss, norm = reports["plain"]
     for name, (own_loss, own_norm) in reports.items():
@@ -365,10 +323,10 @@ def _median_s(work: Callable[[], object]) -> float:
     return statistics.median(found)
 
 
-def _backend_name() -> str:
+def _device_name() -> str:
     import torch
 
-    return "nccl" if torch.cuda.is_available() else "gloo"
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _free() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from measurement import record
+from plain_loop import PlainLoop
 
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import LocalRanks, write_tiny_model
@@ -69,7 +70,7 @@ def measure(model: str) -> dict[str, list[float]]:
     batch = _build_batch()
     local = _select(batch, range(rank, NUM_ROWS, size))
     num_tokens = float(batch["response_ids"].values().numel())
-    steps: dict[str, Callable[[], tuple[float, float]]] = {"plain": _plain_loop(model, batch, num_tokens)}
+    steps: dict[str, Callable[[], tuple[float, float]]] = {"plain": PlainLoop(model, batch, CONFIG, num_tokens).update}
     for name in ("fsdp", "megatron"):
         backend = load_train_backend(name).build(model, topology=topology, config=CONFIG)
         steps[name] = _backend_step(backend, local, num_tokens)
@@ -128,39 +129,6 @@ def _backend_step(backend: Any, batch: Any, num_tokens: float) -> Callable[[], t
     def step() -> tuple[float, float]:
         metrics = backend.train_step(batch, loss_fn, num_tokens)
         return metrics["loss"][0], metrics["grad_norm"][0]
-
-    return step
-
-
-def _plain_loop(model: str, batch: Any, num_tokens: float) -> Callable[[], tuple[float, float]]:
-    """Returns a step of a plain loop without our packages, over micro-batches that are sorted and padded already."""
-    from transformers import AutoModelForCausalLM
-
-    from hf_engine.training.micro_batches import SequenceBatch
-
-    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), lr=CONFIG.learning_rate, betas=CONFIG.betas, weight_decay=0.0, fused=True
-    )
-    micro_batches = SequenceBatch(batch).micro_batches(CONFIG.micro_batch_tokens)
-
-    def step() -> tuple[float, float]:
-        total = 0.0
-        for each in micro_batches:
-            hidden = plain.model(
-                input_ids=each.input_ids,
-                attention_mask=each.attention_mask,
-                position_ids=each.position_ids,
-                use_cache=False,
-            ).last_hidden_state
-            logits = plain.lm_head(hidden.flatten(0, 1)[each.predicting_positions])
-            loss = torch.nn.functional.cross_entropy(logits, each.response_ids[each.response_mask], reduction="sum")
-            (loss / num_tokens).backward()
-            total += float(loss.detach())
-        grad_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), CONFIG.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        return total, float(grad_norm)
 
     return step
 

@@ -48,7 +48,7 @@ pip=$(command -v pip3 || command -v pip)
 "$pip" download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --implementation cp \
     --python-version "$version" --abi "cp${version//./}" --abi abi3 --abi none --platform manylinux_2_28_x86_64 \
     --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 --platform any --dest "$bundle/wheels" $needed
-cp benchmarks/{bench_gpu,gpu_transition,measurement,end_to_end_workloads}.py "$bundle/benchmarks"
+cp benchmarks/{bench_gpu,gpu_transition,plain_loop,measurement,end_to_end_workloads}.py "$bundle/benchmarks"
 
 cat >"$bundle/run.sh" <<'RUN'
 #!/usr/bin/env bash

@@ -30,7 +30,7 @@ def test_what_is_asked_for_wrongly_changes_nothing(run: Path, hybridflow: Callab
     before = list_files(run)
     asked: Sequence[tuple[Sequence[str], str]] = (
         (("--set", "run.iterations=2"), "run.iterations = 2: the run has made 3 iterations. Set it to 3 or more"),
-        (("--allow-changed", "run.sede"), "--allow-changed run.sede: there is no such key. `hybridflow config` lists"),
+        (("--allow-changed", "run.sede"), "--allow-changed run.sede: unknown key. `hybridflow config` lists all keys"),
         (("--set", "run.output_dir=other"), "run.output_dir = 'other': a run goes on in its directory. Leave the key"),
     )
     for words, message in asked:

@@ -235,7 +235,7 @@ def _check_changes(before: Config, after: Config, allowed: Sequence[str]) -> Non
     values = [dict(_flatten(config.model_dump())) for config in (before, after)]
     for key in allowed:
         if key not in values[0] and key not in values[1]:
-            raise ConfigError(f"--allow-changed {key}: there is no such key. `hybridflow config` lists all keys")
+            raise ConfigError(f"--allow-changed {key}: unknown key. `hybridflow config` lists all keys")
     changed = [key for key in {**values[0], **values[1]} if values[0].get(key) != values[1].get(key)]
     refused = [key for key in changed if key not in FREE_KEYS and key not in allowed]
     if refused:
