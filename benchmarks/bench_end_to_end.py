@@ -261,6 +261,8 @@ def _measure(
                 used.setdefault(system, []).append((after_s - before_s) / len(found))
                 phases.setdefault(system, []).extend(found)
                 print(f"{name} {system.name}: {rows / wall_s:.1f} samples/s, {used[system][-1]:.3f} CPU s", flush=True)
+                parts = {phase: statistics.median(row.get(phase, 0.0) for row in found) for phase in found[-1]}
+                print("   ", ", ".join(f"{phase} {1000 * each:.1f} ms" for phase, each in parts.items()), flush=True)
     return _summarise(systems, rates, used, phases, resident)
 
 

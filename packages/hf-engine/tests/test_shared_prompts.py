@@ -186,10 +186,13 @@ def measure(model):
 
 
 def test_the_metrics_count_padding_and_saved_tokens(ranks1, tmp_path):
-    """Packed rows of 21, 15 and 10 tokens are padded to 21; the single one has 5. Three prompts are saved."""
+    """Packed rows of 18, 13 and 8 tokens are padded to 18; the single one has 5.
+
+    Of 77 tokens of rows apart, 26 of prompts and the last ones of seven responses are saved.
+    """
     ((padding, shared),) = ranks1.run(measure, write_tiny_family(tmp_path, "llama"))
-    assert padding == (17.0, 68.0)
-    assert shared == (26.0, 77.0)
+    assert padding == (3 * 18 - 18 - 13 - 8.0, 3 * 18 + 5.0)
+    assert shared == (26.0 + 7, 77.0)
 
 
 rows = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), min_size=1, max_size=9)), max_size=5)

@@ -56,7 +56,7 @@ class MicroBatch:
 
     @property
     def num_saved(self) -> int:
-        """Prompt tokens that rows apart would have computed again."""
+        """Tokens that rows apart would have computed, and these did not."""
         return 0
 
     @classmethod
@@ -75,7 +75,8 @@ class MicroBatch:
 class TreeMicroBatch(MicroBatch):
     """Packed rows of one forward pass: each is a prompt, responses to it one after the other, and padding.
 
-    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer.
+    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer. The last token of
+    a response is not among the inputs, because nothing is predicted from it.
     """
 
     branches: torch.Tensor
@@ -109,9 +110,10 @@ class TreeMicroBatch(MicroBatch):
 
     @property
     def num_saved(self) -> int:
-        """Prompt tokens that rows apart would have computed again."""
+        """Tokens that rows apart would have computed: the prompt again, and last tokens."""
         responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
-        return int(((responses - 1) * (self.branches == 0).sum(1)).sum())
+        prompts = ((responses - 1) * (self.branches == 0).sum(1)).sum()
+        return int(prompts + self.response_mask.any(1).sum())
 
 
 class SequenceBatch:
@@ -152,8 +154,9 @@ class SequenceBatch:
         packed: list[list[list[int]]] = []
         apart: Sequence[int] = range(len(prompts))
         if self.sharing is not None and self.num_shared:
-            packs, apart = plan_packs(self._groups, prompts, responses, max_tokens, self.sharing)
-            packed = batch_packs(packs, prompts, responses, max_tokens, self.sharing)
+            read = [max(0, each - 1) for each in responses]
+            packs, apart = plan_packs(self._groups, prompts, read, max_tokens, self.sharing)
+            packed = batch_packs(packs, prompts, read, max_tokens, self.sharing)
         plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
         return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in plain]
 
@@ -241,9 +244,10 @@ class SequenceBatch:
         prompts, responses, candidates = self._prompts, self._responses, self._candidates
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
         lines, branches, starts = [], [], []
-        width = max(int(prompts.lengths[pack[0]] + responses.lengths[list(pack)].sum()) for pack in packs)
+        read = (responses.lengths - 1).clamp(min=0)
+        width = max(int(prompts.lengths[pack[0]] + read[list(pack)].sum()) for pack in packs)
         for number, pack in enumerate(packs):
-            parts = [prompts.row(pack[0]), *(responses.row(row) for row in pack)]
+            parts = [prompts.row(pack[0]), *(responses.row(row)[:-1] for row in pack)]
             lengths = torch.tensor([len(part) for part in parts])
             first = number * width + lengths.cumsum(0)
             starts.append(torch.stack([first[:1].expand(len(pack)) - 1, first[:-1]], dim=1))
@@ -281,7 +285,7 @@ def _check_mask(column: object, lengths: torch.Tensor) -> None:
 
 
 def measure_work(micro_batches: Sequence[MicroBatch]) -> dict[str, tuple[float, float]]:
-    """Shares of padding in what is computed, and of prompts computed once in what rows apart have, as metrics."""
+    """Shares of padding in what is computed, and of saved tokens in what rows apart have, as metrics."""
     real = [each for each in micro_batches if len(each.rows)]
     tokens = sum(int(each.attention_mask.sum()) for each in real)
     saved = sum(each.num_saved for each in real)
