@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_algorithms.jagged import decode_text, pad_rows, to_jagged, unpad_rows
+from hf_algorithms.jagged import decode_text, list_rows, pad_rows, to_jagged, unpad_rows
 
 
 def test_padding_and_back_keeps_every_row() -> None:
@@ -44,6 +44,13 @@ def test_texts_come_back_from_their_bytes() -> None:
     texts = ["122", "", "zw\u00f6lf \u20ac"]
     column = to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
     assert decode_text(column) == texts
+
+
+def test_rows_are_listed_wherever_their_values_stand() -> None:
+    column = torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor([0, 3, 3, 9]))
+    narrowed = torch.nested.nested_tensor_from_jagged(torch.arange(9), torch.tensor([0, 4, 8]), torch.tensor([2, 1]))
+    assert list_rows(column) == [[0, 1, 2], [], [3, 4, 5, 6, 7, 8]]
+    assert list_rows(narrowed) == [[0, 1], [4]]
 
 
 def test_rows_are_cut_to_a_dense_column():

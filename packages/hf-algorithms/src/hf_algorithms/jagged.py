@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["decode_text", "encode_text", "pad_rows", "to_jagged", "unpad_rows"]
+__all__ = ["decode_text", "encode_text", "list_rows", "pad_rows", "to_jagged", "unpad_rows"]
 
 
 def to_jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -40,12 +40,19 @@ def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def decode_text(column: torch.Tensor) -> list[str]:
     """The texts of a jagged column of UTF-8 bytes."""
-    return [bytes(row.tolist()).decode("utf-8") for row in column.unbind()]
+    return [bytes(row).decode("utf-8") for row in list_rows(column)]
 
 
 def encode_text(texts: Sequence[str]) -> torch.Tensor:
     """A jagged column of UTF-8 bytes, which `decode_text` reads."""
     return to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
+
+
+def list_rows(column: torch.Tensor) -> list[list[Any]]:
+    """The rows of a jagged column [B, ragged] as Python numbers."""
+    values, starts, lengths = _read_rows(column)
+    flat = values.tolist()
+    return [flat[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
 def _read_rows(column: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

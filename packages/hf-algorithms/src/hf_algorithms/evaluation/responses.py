@@ -145,6 +145,8 @@ def draw_responses(
         sampling: how to draw.
         turns: of the model.
     """
+    from hf_algorithms.jagged import list_rows
+
     least = least_rows(group, "generate_sequences")
     size = max(least, _MOST_SAMPLES // sampling.n, 1)
     for start in range(0, len(data), size):
@@ -155,8 +157,8 @@ def draw_responses(
         batch = executor.put(prompts).rows(repeated)
         found = group.generate_sequences(batch, sampling).select(["response_ids", "finish_reason"])
         columns = found.rows(range(len(indices) * sampling.n)).result()
-        prompt_ids = [row.tolist() for row in prompts["prompt_ids"].unbind()]
-        ids = [row.tolist() for row in columns["response_ids"].unbind()]
+        prompt_ids = list_rows(prompts["prompt_ids"])
+        ids = list_rows(columns["response_ids"])
         texts = decode_responses(turns.tokenizer, ids, stop_ids=frozenset(sampling.stop_token_ids))
         reasons = ["length" if reason else "stop" for reason in columns["finish_reason"].tolist()]
         responses = [

@@ -77,8 +77,9 @@ def list_training_samples(
         stop_ids: tokens at which responses end, which no text has.
     """
     from hf_algorithms.data import decode_responses
+    from hf_algorithms.jagged import list_rows
 
-    ids = {name: [row.tolist() for row in batch[name].unbind()] for name in ("prompt_ids", "response_ids")}
+    ids = {name: list_rows(batch[name]) for name in ("prompt_ids", "response_ids")}
     prompts = decode_responses(tokenizer, ids["prompt_ids"])
     responses = decode_responses(tokenizer, ids["response_ids"], stop_ids=stop_ids)
     columns = _read_columns(batch)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import TurnFormat, decode_responses, load_tokenizer
-from hf_algorithms.jagged import encode_text, to_jagged
+from hf_algorithms.jagged import encode_text, list_rows, to_jagged
 from hf_controller import WorkerContext
 from hf_engine import SamplingParams
 from hf_protocols import ONE_TO_ALL, THREE_D_ALL_MICRO_DP, ConfigError, TransferProtocol
@@ -104,7 +104,7 @@ class PromptReader:
         from tensordict import TensorDict
 
         prompts = [ids for ids in batch["prompt_ids"].unbind() for _ in range(num_samples)]
-        ids = [row.tolist() for row in responses["response_ids"].unbind()]
+        ids = list_rows(responses["response_ids"])
         texts = decode_responses(self._turns.tokenizer, ids, stop_ids=frozenset(self._stop_ids))
         columns: dict[str, torch.Tensor] = {
             "row_id": batch["row_id"].repeat_interleave(num_samples),

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import decode_responses, load_tokenizer
-from hf_algorithms.jagged import decode_text
+from hf_algorithms.jagged import decode_text, list_rows
 from hf_algorithms.rewards import (
     FunctionSpec,
     Samples,
@@ -189,7 +189,7 @@ class _FunctionWorker(Worker):
     def _read(self, batch: TensorDict) -> Samples:
         from hf_algorithms.advantages.shaping import TRUNCATED
 
-        ids = {name: [row.tolist() for row in batch[name].unbind()] for name in ("prompt_ids", "response_ids")}
+        ids = {name: list_rows(batch[name]) for name in ("prompt_ids", "response_ids")}
         samples = Samples(
             prompts=decode_responses(self._tokenizer, ids["prompt_ids"]),
             responses=decode_responses(self._tokenizer, ids["response_ids"], stop_ids=self._stop_ids),

@@ -17,7 +17,7 @@ import torch
 
 from hf_controller.data.buffer_pool import allocate_rows
 from hf_controller.data.expressions import Expression, Extent, ShardTable, Source, check_alike
-from hf_controller.data.jagged import JaggedShapes, compute_offsets
+from hf_controller.data.jagged import JaggedShape, JaggedShapes, compute_offsets
 from hf_controller.data.transport import Column, ObjectStore, Shard, SliceReply, SliceRequest, as_tensor
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_protocols import RowSelection, route
@@ -159,9 +159,13 @@ class BatchReader:
             for first in firsts
             if (position := taken[first].column.lengths) is not None
         ]
-        built = assembly.build_jagged(arrays, lengths, self._shapes) if lengths else assembly.build_dense(arrays)
-        self.bytes_read += _count_bytes(built)
-        return built
+        if not lengths:
+            dense = assembly.build_dense(arrays)
+            self.bytes_read += dense.nbytes
+            return dense
+        values, shape = assembly.build_jagged(arrays, lengths, self._shapes)
+        self.bytes_read += values.nbytes
+        return shape.fill(values)
 
     def _assemble(
         self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]
@@ -380,8 +384,8 @@ class Assembly:
 
     def build_jagged(
         self, arrays: Sequence[torch.Tensor], lengths: Sequence[torch.Tensor], shapes: JaggedShapes
-    ) -> torch.Tensor:
-        """A jagged [rows, tokens, *row_shape] from flat values [all tokens, *row_shape] and lengths [rows].
+    ) -> tuple[torch.Tensor, JaggedShape]:
+        """Flat values [tokens, *row_shape] and their shape from flat values [all tokens, *row_shape], lengths [rows].
 
         `lengths` of several columns that are the same objects are worked out once.
         """
@@ -393,7 +397,7 @@ class Assembly:
             values = arrays[0][:0] if not pieces else pieces[0] if len(pieces) == 1 else _join(pieces)
         else:
             values = _scatter(arrays, self._token_indices(lengths, shape.offsets))
-        return shape.fill(values)
+        return values, shape
 
     @cached_property
     def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -75,8 +75,8 @@ class MicroBatch:
 class TreeMicroBatch(MicroBatch):
     """Packed rows of one forward pass: each is a prompt, responses to it one after the other, and padding.
 
-    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer. The last token of
-    a response is not among the inputs, because nothing is predicted from it.
+    Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer. The last token
+    of a response is not among the inputs, because nothing is predicted from it.
     """
 
     branches: torch.Tensor
