@@ -47,8 +47,7 @@ def describe_adapter(lora: LoraConfig, layers: Collection[str]) -> dict[str, Any
 @contextmanager
 def unwrapped(model: Any) -> Iterator[None]:
     """Inside, layers of the base are in the place of those that compute adapters: loaders find their names."""
-    from sglang.srt.lora.layers import BaseLayerWithLoRA
-    from sglang.srt.utils import replace_submodule
+    from hf_engine.rollout.sglang._core import BaseLayerWithLoRA, replace_submodule
 
     wrapped = {name: layer for name, layer in model.named_modules() if isinstance(layer, BaseLayerWithLoRA)}
     for name, layer in wrapped.items():

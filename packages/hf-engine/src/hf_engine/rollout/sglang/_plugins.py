@@ -25,16 +25,12 @@ def register() -> None:
     other servers seeds.
     """
     if OURS in os.environ:
-        from sglang.srt.layers.sampler import register_sampler_backend
-        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
+        from hf_engine.rollout.sglang._core import END_TOKENS, HookRegistry, HookType, register_sampler_backend
         from hf_engine.rollout.sglang._sampler import DrawingSampler
 
         register_sampler_backend(SAMPLER, DrawingSampler)
         # The ids of two files together, outside the vocabulary too. `ignore_eos` would ignore a request's stop tokens.
-        HookRegistry.register(
-            "sglang.srt.configs.model_config.ModelConfig._get_hf_eos_token_id", lambda _: set(), HookType.REPLACE
-        )
+        HookRegistry.register(END_TOKENS, lambda _: set(), HookType.REPLACE)
         if is_platform_chosen():
             register_for_engines()
     elif is_platform_chosen():

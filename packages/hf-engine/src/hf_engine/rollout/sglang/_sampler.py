@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from sglang.srt.layers.sampler import Sampler
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.sampling import sample_tokens
+from hf_engine.rollout.sglang._core import CustomLogitProcessor, Sampler
 
 __all__ = ["Carrier", "DrawingSampler"]
 

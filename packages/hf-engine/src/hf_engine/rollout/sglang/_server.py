@@ -31,7 +31,7 @@ class Server:
 
     def start(self, options: dict[str, Any]) -> dict[str, Any]:
         """Starts the engine with SGLang's own options; says what it found."""
-        from sglang.srt.entrypoints.engine import Engine
+        from hf_engine.rollout.sglang._core import Engine
 
         with forked_children() if is_platform_chosen() else nullcontext():
             self._engine = Engine(**options)
@@ -83,9 +83,8 @@ class Server:
     def load_weights(self, descriptions: list[str]) -> None:
         """Loads what lies in the staging memory of every rank; each rank's report says whether it went well."""
         import torch
-        from sglang.srt.managers.io_struct import UpdateWeightsFromTensorReqInput
-        from sglang.srt.utils import MultiprocessingSerializer
 
+        from hf_engine.rollout.sglang._core import MultiprocessingSerializer, UpdateWeightsFromTensorReqInput
         from hf_engine.rollout.sglang._plugins import LOADER
 
         request = UpdateWeightsFromTensorReqInput(

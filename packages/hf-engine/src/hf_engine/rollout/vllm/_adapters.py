@@ -6,13 +6,9 @@ from collections.abc import Collection, Mapping
 from typing import Any, get_args
 
 import torch
-from vllm.config.lora import MaxLoRARanks
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
-from vllm.lora.utils import replace_submodule
 
 from hf_engine.backends.lora_config import LoraConfig
+from hf_engine.rollout.vllm._core import LoRAModel, LoRARequest, MaxLoRARanks, PEFTHelper, replace_submodule
 
 __all__ = ["EngineAdapter", "build_adapter_arguments", "unwrap_layers", "wrap_layers"]
 

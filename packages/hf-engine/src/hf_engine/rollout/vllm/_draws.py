@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.sample.logits_processor import LogitsProcessor
-from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.sampling import sample_tokens
+from hf_engine.rollout.vllm._core import LogitsProcessor, process_dict_updates
 
 __all__ = ["EXTRA", "Draw", "DrawProcessor"]
 

@@ -11,12 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from vllm.config import WeightTransferConfig
-from vllm.distributed.parallel_state import model_parallel_is_initialized
-from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-from vllm.v1.engine.llm_engine import LLMEngine
 
 from hf_engine.backends.base import SamplingParams
 from hf_engine.backends.lora_config import LoraConfig
@@ -28,6 +22,14 @@ from hf_engine.rollout.engine_rules import check_vllm_runs
 from hf_engine.rollout.memory import choose_positions, take_again
 from hf_engine.rollout.shard import ShardTensor
 from hf_engine.rollout.vllm._adapters import EngineAdapter, build_adapter_arguments
+from hf_engine.rollout.vllm._core import (
+    CPUAttentionBackend,
+    EngineArgs,
+    LLMEngine,
+    WeightTransferConfig,
+    current_platform,
+    parallel_state,
+)
 from hf_engine.rollout.vllm._draws import DrawProcessor
 from hf_engine.rollout.vllm._families import config_overrides, expected_head_size, families_as_trained
 from hf_engine.rollout.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
@@ -85,7 +87,7 @@ def check_cache(
     Raises:
         BackendError: before anything starts.
     """
-    if model_parallel_is_initialized():
+    if parallel_state.model_parallel_is_initialized():
         raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
     positions = choose_positions(max_positions, shape.max_positions)
     needed = positions * _cache_bytes_per_token(shape, topology, dtype)

@@ -8,13 +8,9 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from vllm.model_executor.layers.activation import XIELU
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models import apertus
-from vllm.model_executor.models.transformers.base import Base
 
 from hf_engine.model_directory import ModelDirectory
+from hf_engine.rollout.vllm._core import XIELU, Base, apertus, default_weight_loader, get_layerwise_info
 from hf_engine.rollout.vllm._library import replaced
 from hf_protocols.models import ModelShape
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from vllm.platforms import current_platform
-from vllm.v1.worker.gpu_worker import Worker
-
+from hf_engine.rollout.vllm._core import Worker, current_platform
 from hf_engine.rollout.vllm._groups import form_groups
 
 __all__ = ["TopologyGpuWorker"]

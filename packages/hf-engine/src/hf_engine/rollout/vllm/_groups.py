@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from vllm.config import set_current_vllm_config
-from vllm.distributed import parallel_state
-from vllm.platforms import current_platform
 
 from hf_engine.process_groups import wait_for_connections
+from hf_engine.rollout.vllm._core import current_platform, parallel_state, set_current_vllm_config
 
 __all__ = ["GROUPS", "current_tp_ranks", "destroy_groups", "form_groups"]
 

@@ -7,10 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-from vllm.v1.engine import core
-from vllm.v1.worker import gpu_worker
-
+from hf_engine.rollout.vllm._core import _LazyRegisteredModel, _ModelInfo, core, gpu_worker
 from hf_engine.rollout.vllm._library import replaced
 
 __all__ = ["collector_kept", "started_here"]

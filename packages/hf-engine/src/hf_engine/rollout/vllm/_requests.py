@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import SamplingParams as EngineSampling
-from vllm.sampling_params import RequestOutputKind
 
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.sampling import draw_uniforms
+from hf_engine.rollout.vllm._core import RequestOutputKind
+from hf_engine.rollout.vllm._core import SamplingParams as EngineSampling
 from hf_engine.rollout.vllm._draws import EXTRA, Draw
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-    from vllm.lora.request import LoRARequest
 
     from hf_engine.rollout.stop_strings import StopStrings
+    from hf_engine.rollout.vllm._core import LoRARequest
 
 __all__ = ["EngineResponse", "run_requests"]
 

@@ -8,17 +8,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
-from vllm.platforms import current_platform
 
 from hf_engine.rollout.vllm._adapters import unwrap_layers, wrap_layers
+from hf_engine.rollout.vllm._core import (
+    SKIP_LOAD_TENSORS,
+    ParallelLMHead,
+    UnquantizedFusedMoEMethod,
+    VocabParallelEmbedding,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+    current_platform,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+    is_deferred_attention_layer,
+)
 from hf_engine.rollout.vllm._families import DirectWrites
 from hf_protocols.errors import ReshardError
 

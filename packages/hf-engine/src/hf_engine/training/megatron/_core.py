@@ -5,15 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
+from hf_engine.backends.library_names import import_name
 from hf_engine.backends.versions import MEGATRON
 from hf_engine.cpu_support.megatron import allow_cpu
 
-__all__ = ["quiet"]
+__all__ = ["HOMES", "quiet"]
 
-_HOMES = {
+HOMES = {
     "DistributedDataParallel": "megatron.core.distributed",
     "DistributedDataParallelConfig": "megatron.core.distributed",
     "GPTModel": "megatron.core.models.gpt",
@@ -39,14 +39,14 @@ def __getattr__(name: str) -> Any:
         ModuleNotFoundError: if megatron-core is not installed.
         BackendError: for an unsupported version.
     """
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    allow_cpu()
-    with quiet():
-        import megatron.core
+    if name in HOMES:
+        allow_cpu()
+        with quiet():
+            import megatron.core
 
-        MEGATRON.check(megatron.core.__version__)
-        return getattr(import_module(_HOMES[name]), name)
+            MEGATRON.check(megatron.core.__version__)
+    with quiet():
+        return import_name(HOMES, name, __name__)
 
 
 @contextmanager
