@@ -49,10 +49,15 @@ def test_a_run_leaves_every_file(run: Path) -> None:
         "versions",
         "kl_to_reference",
     } <= summary.keys()
+    phases = ["checks", "starting workers", "warm start", "evaluating the starting point"]
+    assert list(summary["start_s"]) == phases
+    assert 0 < sum(summary["start_s"].values()) < summary["wall_s"]
     assert [row["iteration"] for row in read_metrics(run)] == [1, 2]
     assert MappingPlan.from_json((run / "plan.json").read_text()).models["actor"].backend == "fsdp"
     assert (run / "report.html").read_text().startswith("<!doctype html>")
-    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    trace = json.loads((run / "trace.json").read_text())
+    assert trace["otherData"]["start_s"] == summary["start_s"]
+    events = trace["traceEvents"]
     for iteration in (1, 2):
         calls = [event for event in events if event.get("args", {}).get("iteration") == iteration]
         assert SPANS - {"reshard"} <= {event["name"] for event in calls}

@@ -95,3 +95,12 @@ def test_the_panel_goes_when_the_run_fails():
     with pytest.raises(KeyboardInterrupt), RunDisplay(3, console):
         raise KeyboardInterrupt
     assert console.file.getvalue().count("\x1b[?25h") == 1
+
+
+def test_the_seconds_of_phases_are_known_when_they_have_ended():
+    clock = Clock()
+    with RunDisplay(3, _console(terminal=False), clock=clock, started_s=98.5) as display:
+        for name, seconds in (("starting workers", 1.0), ("warm start", 20.0), ("grpo", 3.0)):
+            clock.now += seconds
+            display.phase(name)
+    assert display.phases == {"checks": 2.5, "starting workers": 20.0, "warm start": 3.0}

@@ -47,6 +47,7 @@ class RunDisplay:
         console: where to; None is standard output. A console that is not an interactive terminal gets plain lines.
         clock: seconds that only grow.
         quiet_s: after so long without a line, plain output says what still runs.
+        started_s: when the run's checks began, by the clock; None: now.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RunDisplay:
         *,
         clock: Callable[[], float] = time.monotonic,
         quiet_s: float = _QUIET_S,
+        started_s: float | None = None,
     ) -> None:
         self._total = total_iterations
         self._console = console or Console()
@@ -67,6 +69,8 @@ class RunDisplay:
         self._exit = ExitStack()
         self._quiet_s = quiet_s
         self._doing = ""
+        self._phases: dict[str, float] = {}
+        self._phase = ("checks", clock() if started_s is None else started_s)
         self._last_line_s = clock()
         self._progress = Progress(
             SpinnerColumn(),
@@ -97,12 +101,20 @@ class RunDisplay:
 
     def phase(self, text: str) -> None:
         """Name what happens from now on; the remaining time counts from here."""
+        (before, start_s), now_s = self._phase, self._clock()
+        self._phases[before] = self._phases.get(before, 0.0) + now_s - start_s
+        self._phase = (text, now_s)
         self._ends_s.clear()
-        self._ends_s.append(self._clock())
+        self._ends_s.append(now_s)
         self._progress.update(self._task, description=text, eta="")
         if not self._is_live:
             self._print(text)
         self._doing = text  # the reminder repeats only what was printed
+
+    @property
+    def phases(self) -> Mapping[str, float]:
+        """Seconds of each phase that has ended, `checks` first."""
+        return dict(self._phases)
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
         """Show iteration `number` (from 1); a metric that is absent keeps its last known value."""

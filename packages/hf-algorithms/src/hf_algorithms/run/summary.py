@@ -118,6 +118,10 @@ class RunSummary:
         """Sets several numbers."""
         self._body |= facts
 
+    def note_start(self, phases: Mapping[str, float]) -> None:
+        """Notes the seconds of each phase before the first iteration, here and in the trace."""
+        self._body["start_s"] = self._traced["start_s"] = {name: round(value, 3) for name, value in phases.items()}
+
     @property
     def versions(self) -> Mapping[str, str]:
         """The versions of what the numbers depend on."""

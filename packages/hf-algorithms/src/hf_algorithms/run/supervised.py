@@ -113,6 +113,7 @@ def run_supervised(
 
 
 def _run_once(attempt: Attempt) -> dict[str, Any]:
+    started_s = time.monotonic()
     config, directory, plan = attempt.config, attempt.directory, attempt.plan
     search_path, resume = attempt.search_path, attempt.resume
     on_metrics = config.run.on_metrics if attempt.on_metrics is None else attempt.on_metrics
@@ -122,7 +123,11 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
         inputs, plan = check_supervised(config, fresh, plan=plan, search_path=search_path)
         check_machine(config, plan)
         check_inputs(config, directory)
-        with MemoryMeter() as memory, RunDisplay(config.run.iterations) as display, ExitStack() as stack:
+        with (
+            MemoryMeter() as memory,
+            RunDisplay(config.run.iterations, started_s=started_s) as display,
+            ExitStack() as stack,
+        ):
             for line in inputs.describe_data():
                 display.note(line)
             display.phase("starting workers")
@@ -347,6 +352,7 @@ class _SupervisedRun:
                 seed=self._config.run.seed,
             )
             self._display.phase(self._config.algorithm.name)
+            self._summary.note_start(self._display.phases)
             is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
             self._checkpoints.finish()
             if is_stopped:
