@@ -1,10 +1,11 @@
-"""GRPO from prompts to updated weights: this system against TRL, in turns in one run.
+"""GRPO and PPO from prompts to updated weights: this system against TRL, in turns in one run.
 
 Both sides get the same weights, prompts, lengths, samples of each prompt, optimizer steps, dtype and reward, and our
 conventions are set to the peer's. Before anything is timed both take one stored batch of completions and rewards: loss
 and every gradient of that update have to agree, or the run is void. Timed runs then sample freely. Each side runs as
-its users run it, `hf_algorithms.train` and `GRPOTrainer.train`, in a process that waits while another is measured. The
-peer's environment is made from the package registry.
+its users run it, `hf_algorithms.train` and `GRPOTrainer.train` or `PPOTrainer.train`, in a process that waits while
+another is measured. The peer's environments, one for PPO, are made from the package registry. Each workload has a
+result of its own.
 
     bench_end_to_end.py                               all workloads, three rounds
     bench_end_to_end.py --workloads tiny --rounds 1   one of them, quickly; writes no result
@@ -26,18 +27,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import conformance_trl
+import conformance_trl_ppo
 import psutil
-from conformance_trl import INSTALLS
 from end_to_end_workloads import WORKLOADS, Workload, draw_prompts
 from measurement import record
 from peer_environments import ROOT, make_environment
 
 FOLDER = ROOT / ".cache" / "end-to-end"
-PROGRAMS = {"ours": "end_to_end_ours.py", "trl": "end_to_end_trl.py"}
-TARGETS = {"tiny": 1.5, "shared_prompts": 2.5, "long_answers": 1.3}
+PEERS = {
+    "grpo": ("1.16.0", "end_to_end_trl.py", "trl", conformance_trl.INSTALLS),
+    "ppo": ("1.12.0", "end_to_end_trl_ppo.py", "trl-ppo", conformance_trl_ppo.INSTALLS),
+}
+"""By algorithm: TRL's version, its program here, its environment and what is installed there."""
+TARGETS = {"tiny": 1.5, "shared_prompts": 2.5, "long_answers": 1.3, "tiny_ppo": 3.0}
 """Times the peer's best samples a second."""
-ITERATIONS = {"tiny": 20, "shared_prompts": 3, "long_answers": 3}
+ITERATIONS = {"tiny": 20, "shared_prompts": 3, "long_answers": 3, "tiny_ppo": 20}
 """Of a round. The first one of a process is a warm-up."""
+Programs = Mapping[str, tuple[Path, str]]
+"""By side: an interpreter and what it runs."""
 LARGEST_DIFFERENCE = 1e-4
 LEAST_NORM = 1e-3
 """Of the stored update's whole gradient: a smaller one would prove nothing."""
@@ -66,16 +74,15 @@ SYSTEMS = (
 class Side:
     """A system's process, which waits between its segments of iterations."""
 
-    def __init__(self, system: System, options: Mapping[str, Any], python: Path) -> None:
+    def __init__(self, system: System, options: Mapping[str, Any], python: Path, program: str) -> None:
         reading, writing = os.pipe()
         threads = str(system.threads)
         given = {**options, "ranks": system.ranks, "threads": system.threads, "answers": writing}
-        program = Path(__file__).with_name(PROGRAMS[system.side])
         self._log = Path(options["folder"]) / f"{system.name}.log"
         environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [python, program, json.dumps(given)],
+                [python, Path(__file__).with_name(program), json.dumps(given)],
                 cwd=options["folder"],
                 env=environment,
                 pass_fds=[writing],
@@ -126,22 +133,24 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", default="transformers", help="that generates on our side")
     options = parser.parse_args()
-    python = {"ours": Path(sys.executable), "trl": make_environment("trl", INSTALLS)}
     systems = [each for each in SYSTEMS if not options.systems or each.name in options.systems]
-    metrics: dict[str, tuple[float, str]] = {}
     missed = []
     for name in options.workloads:
         given = _prepare(name, options)
-        if not _pass_gate(given, python):
+        version, program, environment, installs = PEERS[WORKLOADS[name].algorithm]
+        programs = {
+            "ours": (Path(sys.executable), "end_to_end_ours.py"),
+            "trl": (make_environment(environment, installs), program),
+        }
+        if not _pass_gate(given, programs):
             return 2
-        found = _measure(name, given, systems, python)
-        metrics |= {f"{name}_{metric}": value for metric, value in found.items()}
+        found = _measure(name, given, systems, programs)
         ratio = found.get("speed_up", (0.0, ""))[0]
         print(f"{name}: {ratio:.2f} times the peer's best, wanted {TARGETS[name]}", flush=True)
         if ratio < TARGETS[name]:
             missed.append(name)
-    if options.workloads == list(WORKLOADS) and not options.systems and options.rounds >= 3:
-        record("end_to_end", metrics, versions={"trl": "1.16.0"})
+        if not options.systems and options.rounds >= 3 and options.backend == "transformers":
+            record(f"end_to_end_{name}", found, versions={"trl": version})
     return int(bool(missed))
 
 
@@ -200,23 +209,23 @@ def _write_batch(workload: Workload, path: Path) -> None:
     path.write_text(json.dumps({"prompts": prompts, "ids": ids, "rewards": rewards}))
 
 
-def _pass_gate(given: Mapping[str, Any], python: Mapping[str, Path]) -> bool:
+def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
     """Returns True if both sides make the same update of the stored batch."""
     from safetensors.torch import load_file
 
     answers, gradients = {}, {}
-    for side in PROGRAMS:
+    for side in programs:
         path = Path(given["folder"]) / f"{side}.safetensors"
         path.unlink(missing_ok=True)
         told = {**given, "gate": True, "gradients": str(path)}
-        with _started(System(side, 1, 1), told, python) as process:
+        with _started(System(side, 1, 1), told, programs) as process:
             answers[side] = process.read()
         gradients[side] = load_file(path)
     differences = {"loss": abs(answers["ours"]["loss"] - answers["trl"]["loss"])}
     norms = {name: float(each.double().norm()) for name, each in gradients["trl"].items()}
     whole = sum(each**2 for each in norms.values()) ** 0.5
     for name in gradients["ours"].keys() | norms.keys():
-        ours, theirs = (gradients[side][name].double() for side in PROGRAMS)
+        ours, theirs = (gradients[side][name].double() for side in programs)
         # A tensor whose own gradient is next to nothing is compared with the whole one.
         differences[name] = float((ours - theirs).norm()) / max(norms[name], LEAST_NORM * whole)
     worst = max(differences, key=differences.__getitem__)
@@ -226,8 +235,8 @@ def _pass_gate(given: Mapping[str, Any], python: Mapping[str, Path]) -> bool:
 
 
 @contextmanager
-def _started(system: System, options: Mapping[str, Any], python: Mapping[str, Path]) -> Iterator[Side]:
-    side = Side(system, options, python[system.side])
+def _started(system: System, options: Mapping[str, Any], programs: Programs) -> Iterator[Side]:
+    side = Side(system, options, *programs[system.side])
     try:
         yield side
     finally:
@@ -235,7 +244,7 @@ def _started(system: System, options: Mapping[str, Any], python: Mapping[str, Pa
 
 
 def _measure(
-    name: str, given: Mapping[str, Any], systems: Sequence[System], python: Mapping[str, Path]
+    name: str, given: Mapping[str, Any], systems: Sequence[System], programs: Programs
 ) -> dict[str, tuple[float, str]]:
     """Medians and extremes of every system over the rounds, in which they take turns."""
     rates: dict[System, list[float]] = {}
@@ -246,7 +255,7 @@ def _measure(
     with ExitStack() as stack:
         sides = {}
         for system in systems:
-            sides[system] = stack.enter_context(_started(system, given, python))
+            sides[system] = stack.enter_context(_started(system, given, programs))
             sides[system].read()
             resident[system] = [sides[system].measure()[1]]
         for number in range(len(given["segments"]) - 1):

@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from conformance import build_parts
-from end_to_end_workloads import WORKLOADS, Pacer, draw_prompts, open_answers, score
+from conformance import Parts, build_parts
+from end_to_end_workloads import VALUE_WEIGHT, WORKLOADS, Pacer, draw_prompts, open_answers, score
 
-ALGORITHM = {"name": "grpo", "conventions": "trl", "kl_coefficient": 0.0}
+from hf_algorithms.losses import PolicyLoss, ValueLoss
+from hf_engine.backends.base import Head
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo", "conventions": "trl", "kl_coefficient": 0.0},
+    "ppo": {"name": "ppo", "conventions": "trl"},
+}
+_Update = tuple[str, float, Any, Any, PolicyLoss | ValueLoss]
+"""A prefix of the names of parameters, the weight in the peer's loss, the backend, its batch, and its loss."""
 _PHASES = {"train": "update", "logprobs": "logprobs", "generate": "generate", "score": "score", "sync": "sync"}
 """Names of the comparison, by those of `time/PHASE_s`."""
 
@@ -47,7 +55,7 @@ def _train(options: dict[str, Any], pacer: Pacer) -> None:
         options["model"],
         {"train": rows, "validation": rows[:1], "test": rows[:1]},
         score,
-        algorithm=ALGORITHM,
+        algorithm=ALGORITHMS[workload.algorithm] | {"mini_batches": 1, "epochs": 1},
         config={
             "run": {
                 "iterations": iterations,
@@ -77,65 +85,110 @@ def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
     """Loss and gradients of one update on the stored completions and rewards; writes the gradients."""
     import torch.distributed as dist
     from safetensors.torch import save_file
-    from tensordict import TensorDict
-    from transformers import AutoTokenizer
 
-    from hf_algorithms.jagged import to_jagged, unpad_rows
-    from hf_engine import TrainConfig, load_train_backend
-    from hf_protocols import ParallelSpec, Topology
-
-    stored = json.loads(Path(options["batch"]).read_text())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     workload = WORKLOADS[options["workload"]]
-    prompt_ids = dict(
-        zip(
-            stored["prompts"],
-            AutoTokenizer.from_pretrained(options["model"])(stored["prompts"])["input_ids"],
-            strict=True,
-        )
-    )
-    rows = [torch.tensor(ids) for group in stored["ids"] for ids in group]
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones(len(each), dtype=torch.bool) for each in rows], batch_first=True)
+    prompt_ids, columns = _read_batch(options)
     parts = build_parts(
-        **{"algorithm" if key == "name" else key: value for key, value in ALGORITHM.items()},
+        **{"algorithm" if key == "name" else key: value for key, value in ALGORITHMS[workload.algorithm].items()},
         max_new_tokens=workload.new_tokens,
         mini_batches=1,
     )
-    columns = {
+    updates = (
+        _update_group(options, columns, parts)
+        if workload.algorithm == "grpo"
+        else _update_both(options, columns, parts)
+    )
+    loss, gradients = 0.0, {}
+    for prefix, weight, backend, batch, loss_fn in updates:
+        share, found = _update(backend, batch, loss_fn)
+        loss += weight * share
+        gradients |= {prefix + name: weight * each for name, each in found.items()}
+    save_file(gradients, options["gradients"])
+    return {"loss": loss, "prompt_ids": prompt_ids}
+
+
+def _read_batch(options: dict[str, Any]) -> tuple[dict[str, list[int]], dict[str, Any]]:
+    """Token ids of each prompt, and the columns of the stored batch: jagged ids, and tensors [B, T] or [B]."""
+    from transformers import AutoTokenizer
+
+    from hf_algorithms.jagged import to_jagged
+
+    stored = json.loads(Path(options["batch"]).read_text())
+    prompts, samples = stored["prompts"], WORKLOADS[options["workload"]].num_samples
+    prompt_ids = dict(zip(prompts, AutoTokenizer.from_pretrained(options["model"])(prompts)["input_ids"], strict=True))
+    rows = [torch.tensor(ids) for group in stored["ids"] for ids in group]
+    masks = [torch.ones(len(each), dtype=torch.bool) for each in rows]
+    return prompt_ids, {
+        "prompt_ids": to_jagged([torch.tensor(prompt_ids[each]) for each in prompts for _ in range(samples)]),
+        "response_ids": to_jagged(rows),
+        "response_mask": torch.nn.utils.rnn.pad_sequence(masks, batch_first=True),
         "scores": torch.tensor(stored["rewards"]).flatten(),
-        "group_id": torch.arange(len(stored["prompts"])).repeat_interleave(workload.num_samples),
-        "response_mask": mask,
+        "group_id": torch.arange(len(prompts)).repeat_interleave(samples),
         "finish_reason": torch.ones(len(rows), dtype=torch.int64),
     }
-    columns["advantages"] = parts.estimator(columns)["advantages"].float() * mask
-    response_ids = to_jagged(rows)
-    batch = TensorDict(
-        {
-            "prompt_ids": to_jagged(
-                [torch.tensor(prompt_ids[each]) for each in stored["prompts"] for _ in range(workload.num_samples)]
-            ),
-            "response_ids": response_ids,
-            "response_mask": unpad_rows(mask, response_ids),
-            "advantages": unpad_rows(columns["advantages"], response_ids),
-        },
-        batch_size=[len(rows)],
-    )
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    backend = load_train_backend("fsdp").build(
-        options["model"], topology=Topology(ParallelSpec(), None), config=TrainConfig(learning_rate=1e-5, shard="root")
-    )
+
+
+def _update_group(options: dict[str, Any], columns: dict[str, Any], parts: Parts) -> list[_Update]:
+    """The update of GRPO."""
+    columns["advantages"] = parts.estimator(columns)["advantages"].float() * columns["response_mask"]
+    return [("", 1.0, _build(options, "lm"), _join(columns, "advantages"), parts.policy_loss)]
+
+
+def _update_both(options: dict[str, Any], columns: dict[str, Any], parts: Parts) -> list[_Update]:
+    """The updates of PPO's actor and critic, whose head is set as the peer's: at first it is zero."""
+    from hf_algorithms.jagged import pad_rows
+
+    actor, critic = _build(options, "lm"), _build(options, "value")
+    head = critic._model.get_output_embeddings().weight.detach().to_local()
+    head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
+    batch = _join(columns)
+    columns["old_logprobs"] = columns["ref_logprobs"] = pad_rows(actor.compute_logprobs(batch)["logprobs"])
+    columns["values"] = pad_rows(critic.compute_values(batch)["values"])
+    columns["next_values"] = torch.full_like(columns["scores"], torch.nan)  # every response is as long as it may be
+    columns |= parts.estimator(columns)
+    assert parts.value_loss is not None
+    return [
+        ("policy.", 1.0, actor, _join(columns, "advantages", "old_logprobs"), parts.policy_loss),
+        ("value_model.", VALUE_WEIGHT, critic, _join(columns, "returns", "values"), parts.value_loss),
+    ]
+
+
+def _build(options: dict[str, Any], head: Head) -> Any:
+    from hf_engine import TrainConfig, load_train_backend
+    from hf_protocols import ParallelSpec, Topology
+
+    config = TrainConfig(learning_rate=1e-5, shard="root")
+    topology = Topology(ParallelSpec(), None)
+    return load_train_backend("fsdp").build(options["model"], topology=topology, config=config, head=head)
+
+
+def _join(columns: dict[str, Any], *names: str) -> Any:
+    """A batch of the ids and these columns of tokens."""
+    from tensordict import TensorDict
+
+    from hf_algorithms.jagged import unpad_rows
+
+    found = {name: columns[name] for name in ("prompt_ids", "response_ids")}
+    for name in ("response_mask", *names):
+        found[name] = unpad_rows(columns[name], columns["response_ids"])
+    return TensorDict(found, batch_size=[len(columns["scores"])])
+
+
+def _update(backend: Any, batch: Any, loss_fn: PolicyLoss | ValueLoss) -> tuple[float, dict[str, torch.Tensor]]:
+    """The loss and the gradient of every parameter."""
     total = 0.0
 
     def loss(outputs: Any, given: Any) -> Any:
         nonlocal total
-        found = parts.policy_loss(outputs, given)
+        found = loss_fn(outputs, given)
         total += float(found[0].detach())
         return found
 
-    count = float(parts.policy_loss.count({str(name): column for name, column in batch.items()}))
+    count = float(loss_fn.count({str(name): column for name, column in batch.items()}))
     backend.forward_backward(batch, loss, count)
     names = list(backend.weight_layout().shapes)
-    save_file(dict(zip(names, backend._optimizer.gradients(), strict=True)), options["gradients"])
-    return {"loss": total / count, "prompt_ids": prompt_ids}
+    return total / count, dict(zip(names, backend._optimizer.gradients(), strict=True))
 
 
 if __name__ == "__main__":

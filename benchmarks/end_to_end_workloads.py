@@ -13,9 +13,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["WORKLOADS", "Pacer", "Workload", "draw_prompts", "open_answers", "score"]
+__all__ = ["VALUE_WEIGHT", "WORKLOADS", "Pacer", "Workload", "draw_prompts", "open_answers", "score"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +33,7 @@ class Workload:
     """Of each prompt."""
     new_tokens: int
     """Of every response; of ragged ones the most."""
+    algorithm: Literal["grpo", "ppo"] = "grpo"
     end_weight: float | None = None
     """Factor of the end token's row of the head, so that responses end at random lengths; None: all are full."""
 
@@ -55,8 +56,11 @@ WORKLOADS = {
     "long_answers": Workload(
         **_MIDDLE, prompt_tokens=(32, 32), num_prompts=2, num_samples=8, new_tokens=256, end_weight=6.0
     ),
+    "tiny_ppo": Workload(**_SMALL, prompt_tokens=(4, 6), num_prompts=128, num_samples=1, new_tokens=5, algorithm="ppo"),
 }
-"""Models of 0.8, 10.6 and 10.6 million parameters."""
+"""Policies of 0.8, 10.6, 10.6 and 0.8 million parameters; a critic is as large."""
+VALUE_WEIGHT = 0.1
+"""Of the critic's loss in TRL's one loss of PPO."""
 
 
 def draw_prompts(workload: Workload, count: int) -> list[str]:
