@@ -25,7 +25,7 @@ ENGINES := packages/hf-engine/tests/test_server.py packages/hf-engine/tests/test
 TRACKED := packages/hf-algorithms/tests/test_real_trackers.py integration-tests/tests/test_tracked_runs.py
 FAILURES := packages/hf-controller/tests/test_failure_matrix.py packages/hf-controller/tests/test_ray_cluster_ends.py \
 	packages/hf-engine/tests/test_torchrun_failures.py
-LONG_BENCHMARKS := $(addprefix benchmarks/bench_,learning.py gsm8k.py end_to_end.py gpu.py)
+LONG_BENCHMARKS := $(addprefix benchmarks/bench_,learning.py gsm8k.py end_to_end.py gpu.py dispatch_verl.py)
 DURATIONS := --durations 20 --durations-min 5
 
 # Every line of $(2) begins with its name, $(1); an interrupt ends the command, and the naming of lines when it is through.

@@ -1,0 +1,135 @@
+"""A batch from four producers to four consumers, here and in verl 0.9.1, in turns in one run, with default settings.
+
+In verl a batch goes to the driver and from there to the consumers, packed by `torch.save`, or by numpy where
+`VERL_DATAPROTO_SERIALIZATION_METHOD` says so; both are measured. Here it goes from worker to worker. Each has its own
+Ray cluster with the object store that it chooses by itself, its own processes, and the same rows, every one of which
+is summed. Times run from the producers' call until the driver has the sums; verl runs in an environment of its own,
+made from the package registry. Exits with 1 if verl's faster mode is not slower by the wanted factor.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from conformance_verl import INSTALLS
+from dispatch_systems import NUM_PRODUCERS, ROW_ITEMS, ControllerSystem, expected_sum
+from measurement import record
+from peer_environments import ROOT, make_environment
+
+from hf_controller import RayExecutor
+
+SIZES_MB = (128, 512)
+WARM_UP_ROUNDS = 3
+ROUNDS = 12
+SETTLE_S = 0.2
+"""Between two measurements: Ray frees the last one's objects in the background."""
+MIN_RATIO = 3.0
+MODES = {"verl": "", "verl_numpy": "numpy"}
+
+
+class Peer:
+    """verl's program in one mode of packing."""
+
+    def __init__(self, python: Path, mode: str, log: Path) -> None:
+        reading, writing = os.pipe()
+        environment = os.environ | {"VERL_DATAPROTO_SERIALIZATION_METHOD": mode}
+        with log.open("w") as output:
+            self._process = subprocess.Popen(
+                [python, Path(__file__).with_name("dispatch_verl.py"), str(writing)],
+                env=environment,
+                pass_fds=[writing],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+            )
+        os.close(writing)
+        self._answers = os.fdopen(reading)
+        self._log = log
+
+    def move(self, num_rows: int) -> float:
+        """Seconds of one move."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{num_rows}\n")
+        self._process.stdin.flush()
+        line = self._answers.readline()
+        if not line:
+            sys.exit(f"{self._log}: the process ended without an answer\n{self._log.read_text()[-3000:]}")
+        return float(line)
+
+    def close(self) -> None:
+        """Waits until the process has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(120)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._answers.close()
+
+
+def main() -> int:
+    """Measure; 1 if the target is missed."""
+    python = make_environment("verl", INSTALLS)
+    metrics: dict[str, tuple[float, str]] = {}
+    missed = 0
+    with ExitStack() as stack:
+        # Ray finds a cluster by itself where one runs: the peers' programs come first.
+        peers: dict[str, Peer] = {}
+        for name, mode in MODES.items():
+            peers[name] = stack.enter_context(_started(python, name, mode))
+            peers[name].move(1)
+        executor = stack.enter_context(RayExecutor(num_cpus=2 * NUM_PRODUCERS + 2, log_to_driver=False))
+        controller = ControllerSystem(executor)
+        for size_mb in SIZES_MB:
+            times = _take_turns(controller, peers, size_mb * 2**20 // (NUM_PRODUCERS * ROW_ITEMS * 8))
+            medians = {name: statistics.median(each) for name, each in times.items()}
+            for name, seconds in times.items():
+                for kind, value in (("median", medians[name]), ("fastest", min(seconds)), ("slowest", max(seconds))):
+                    metrics[f"{size_mb}mb_{name}_{kind}"] = (round(1000 * value, 1), "ms")
+            ratio = min(medians[name] for name in MODES) / medians["controller"]
+            metrics[f"{size_mb}mb_ratio"] = (round(ratio, 2), "times the controller's, of verl's faster mode")
+            missed += ratio < MIN_RATIO
+            print(f"{'MISSED' if ratio < MIN_RATIO else 'reached'}  {size_mb} MB: {ratio:.2f} (wanted >= {MIN_RATIO})")
+    record("dispatch_verl", metrics, versions={"verl": "0.9.1"})
+    return int(bool(missed))
+
+
+@contextmanager
+def _started(python: Path, name: str, mode: str) -> Iterator[Peer]:
+    peer = Peer(python, mode, ROOT / ".cache" / f"dispatch-{name}.log")
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _take_turns(controller: ControllerSystem, peers: dict[str, Peer], num_rows: int) -> dict[str, list[float]]:
+    """Seconds of every round after the first ones."""
+    times: dict[str, list[float]] = {name: [] for name in ("controller", *peers)}
+    names = list(times)
+    for number in range(WARM_UP_ROUNDS + ROUNDS):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            time.sleep(SETTLE_S)
+            if name == "controller":
+                start_s = time.perf_counter()
+                found = controller.move(num_rows, NUM_PRODUCERS, contiguous=True)
+                seconds = time.perf_counter() - start_s
+                assert found == expected_sum(num_rows), f"{found} was delivered"
+            else:
+                seconds = peers[name].move(num_rows)
+            if number >= WARM_UP_ROUNDS:
+                times[name].append(seconds)
+    return times
+
+
+if __name__ == "__main__":
+    sys.exit(main())
