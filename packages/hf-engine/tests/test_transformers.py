@@ -159,13 +159,13 @@ def test_lack_of_memory_is_one_error_and_the_next_batch_is_drawn(models, monkeyp
     sampling = SamplingParams(max_new_tokens=4)
     before = backend.generate(prompts, sampling)
 
-    def allocate(model, capacity):
+    def allocate(model, capacity, **_):
         if fails == "on the host":
             return torch.empty(1 << 60, dtype=torch.uint8)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("hf_engine.rollout.transformers._backend._build_cache", allocate)
+        patch.setattr("hf_engine.rollout.transformers._backend.build_cache", allocate)
         with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*: lower cache_bytes"):
             backend.generate(prompts, sampling)
     after = backend.generate(prompts, sampling)
@@ -173,10 +173,10 @@ def test_lack_of_memory_is_one_error_and_the_next_batch_is_drawn(models, monkeyp
 
 
 def test_other_failures_keep_their_names(models, monkeypatch):
-    def fail(model, capacity):
+    def fail(model, capacity, **_):
         raise RuntimeError("a kernel is missing")
 
-    monkeypatch.setattr("hf_engine.rollout.transformers._backend._build_cache", fail)
+    monkeypatch.setattr("hf_engine.rollout.transformers._backend.build_cache", fail)
     with pytest.raises(RuntimeError, match="a kernel is missing"):
         build(models["tied"]).generate(build_prompts(3, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=4))
 

@@ -36,6 +36,7 @@ from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, lack_of_me
 from hf_engine.rollout.responses import build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.rollout.sampling import draw_uniforms
 from hf_engine.rollout.stop_strings import load_stop_strings
+from hf_engine.rollout.transformers._cache import build_cache
 from hf_engine.rollout.transformers._decoding import LENGTH, Decoding
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
@@ -263,7 +264,8 @@ class TransformersBackend:
             decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)
             padded, failed = prompts.pad_left(rows, width), f"no memory to decode {len(rows)} rows of {width} tokens"
             with lack_of_memory_is_an_error(f"{failed}, cache_bytes={self._cache_bytes}", "lower cache_bytes"):
-                decoding.run(*padded, uniforms[samples], _build_cache(self._model, width + capacity))
+                cache = build_cache(self._model, width + capacity, width=width, num_samples=sampling.n)
+                decoding.run(*padded, uniforms[samples], cache)
             tokens[samples], logprobs[samples] = decoding.tokens.cpu(), decoding.logprobs.cpu()
             lengths[samples], reasons[samples] = decoding.lengths.cpu(), decoding.reasons.cpu()
         mask = torch.arange(capacity) < lengths[:, None]
@@ -286,64 +288,6 @@ class TransformersBackend:
             stop = start + self._cache_bytes // row_bytes
             yield order[start:stop]
             start = stop
-
-
-class _StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer in buffers of the final length: attention reads the filled part, nothing grows."""
-
-    def __init__(self, capacity: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._capacity = capacity
-        self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends [b, heads, q, head_dim]; the prefill is kept as it comes until it is spread over the samples."""
-        if self._buffers is None:
-            self.keys, self.values = key_states, value_states
-            self.is_initialized = True
-        else:
-            start = self.get_seq_length()
-            stop = start + key_states.shape[-2]
-            keys, values = self._buffers
-            keys[:, :, start:stop], values[:, :, start:stop] = key_states, value_states
-            self.keys, self.values = keys[:, :, :stop], values[:, :, :stop]
-        return self._filled()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Gives every prompt's keys and values to its samples, in buffers that hold the whole response."""
-        length = self.get_seq_length()
-        keys, values = (self._spread(states, repeats) for states in self._filled())
-        self._buffers = (keys, values)
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Moves the kept rows to the front of the buffers."""
-        assert self._buffers is not None, "the samples of a prompt are spread before any of them finishes"
-        length = self.get_seq_length()
-        for states, buffer in zip(self._filled(), self._buffers, strict=True):
-            buffer[: len(indices), :, :length] = states[indices]
-        keys, values = (buffer[: len(indices)] for buffer in self._buffers)
-        self._buffers = (keys, values)
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
-
-    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.keys is not None and self.values is not None, "the prefill comes first"
-        return self.keys, self.values
-
-    def _spread(self, states: torch.Tensor, repeats: int) -> torch.Tensor:
-        rows, heads, length, size = states.shape
-        buffer = states.new_empty(rows, repeats, heads, self._capacity, size)
-        buffer[:, :, :, :length] = states[:, None]
-        return buffer.flatten(0, 1)
-
-
-def _build_cache(model: Any, capacity: int) -> DynamicCache:
-    """A cache of the kinds of layers that the model's config asks for; full attention gets static buffers."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [_StaticLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
 
 
 def _check_layers(model: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.sampling import sample_tokens
 from hf_engine.rollout.stop_strings import StopStrings
+from hf_engine.rollout.transformers._cache import prompts_shared
 
 __all__ = ["LENGTH", "STOP", "Decoding"]
 
@@ -46,17 +47,18 @@ class Decoding:
         mask = torch.nn.functional.pad(mask.repeat_interleave(n, 0), (0, capacity), value=True)
         positions = positions[:, -1:].repeat_interleave(n, 0)
         samples = torch.arange(num_samples, device=device)
-        for position in range(capacity):
-            finished = self._draw(logits, samples, position)
-            if position + 1 == capacity or bool(finished.all()):
-                break
-            if 4 * int((~finished).sum()) <= 3 * len(samples):
-                alive = (~finished).nonzero().squeeze(-1)
-                cache.batch_select_indices(alive)
-                samples, mask, positions = samples[alive], mask[alive], positions[alive]
-            positions = positions + 1
-            drawn = self.tokens[samples, position, None]
-            logits = self._forward(drawn, mask[:, : width + position + 1], positions, cache)
+        with prompts_shared(cache):
+            for position in range(capacity):
+                finished = self._draw(logits, samples, position)
+                if position + 1 == capacity or bool(finished.all()):
+                    break
+                if 4 * int((~finished).sum()) <= 3 * len(samples):
+                    alive = (~finished).nonzero().squeeze(-1)
+                    cache.batch_select_indices(alive)
+                    samples, mask, positions = samples[alive], mask[alive], positions[alive]
+                positions = positions + 1
+                drawn = self.tokens[samples, position, None]
+                logits = self._forward(drawn, mask[:, : width + position + 1], positions, cache)
 
     def _draw(self, logits: torch.Tensor, samples: torch.Tensor, position: int) -> torch.Tensor:
         """Draws one token for every sample that still runs; returns which samples of the batch have finished."""
