@@ -30,6 +30,7 @@ from typing import Any
 import conformance_trl
 import conformance_trl_ppo
 import psutil
+from end_to_end_page import TARGETS, write_page
 from end_to_end_workloads import WORKLOADS, Workload, draw_prompts
 from measurement import record
 from peer_environments import ROOT, make_environment
@@ -40,8 +41,6 @@ PEERS = {
     "ppo": ("1.12.0", "end_to_end_trl_ppo.py", "trl-ppo", conformance_trl_ppo.INSTALLS),
 }
 """By algorithm: TRL's version, its program here, its environment and what is installed there."""
-TARGETS = {"tiny": 1.5, "shared_prompts": 2.5, "long_answers": 1.3, "tiny_ppo": 3.0}
-"""Times the peer's best samples a second."""
 ITERATIONS = {"tiny": 20, "shared_prompts": 3, "long_answers": 3, "tiny_ppo": 20}
 """Of a round. The first one of a process is a warm-up."""
 Programs = Mapping[str, tuple[Path, str]]
@@ -151,6 +150,7 @@ def main() -> int:
             missed.append(name)
         if not options.systems and options.rounds >= 3 and options.backend == "transformers":
             record(f"end_to_end_{name}", found, versions={"trl": version})
+            write_page()
     return int(bool(missed))
 
 

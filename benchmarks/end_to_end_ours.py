@@ -19,7 +19,7 @@ from hf_engine.backends.base import Head
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "conventions": "trl", "kl_coefficient": 0.0},
-    "ppo": {"name": "ppo", "conventions": "trl"},
+    "ppo": {"name": "ppo", "conventions": "trl", "old_logprobs": "sampled"},
 }
 _Update = tuple[str, float, Any, Any, PolicyLoss | ValueLoss]
 """A prefix of the names of parameters, the weight in the peer's loss, the backend, its batch, and its loss."""
@@ -143,13 +143,14 @@ def _update_both(options: dict[str, Any], columns: dict[str, Any], parts: Parts)
     head = critic._model.get_output_embeddings().weight.detach().to_local()
     head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
     batch = _join(columns)
-    columns["old_logprobs"] = columns["ref_logprobs"] = pad_rows(actor.compute_logprobs(batch)["logprobs"])
+    logprobs = pad_rows(actor.compute_logprobs(batch)["logprobs"])
+    columns |= {f"{name}_logprobs": logprobs for name in ("old", "ref", "rollout")}
     columns["values"] = pad_rows(critic.compute_values(batch)["values"])
     columns["next_values"] = torch.full_like(columns["scores"], torch.nan)  # every response is as long as it may be
     columns |= parts.estimator(columns)
     assert parts.value_loss is not None
     return [
-        ("policy.", 1.0, actor, _join(columns, "advantages", "old_logprobs"), parts.policy_loss),
+        ("policy.", 1.0, actor, _join(columns, *parts.policy_loss.reads), parts.policy_loss),
         ("value_model.", VALUE_WEIGHT, critic, _join(columns, "returns", "values"), parts.value_loss),
     ]
 
