@@ -9,8 +9,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Two parts are tested at a time, and in this order at most one of them starts clusters, which wait more than they compute.
-PARTS := hf-engine hf-controller integration-tests hf-mapper hf-algorithms hf-protocols
+# Three parts are tested at a time, the longest first: clusters and ranks wait more than they compute.
+PARTS := integration-tests hf-engine hf-controller hf-algorithms hf-mapper hf-protocols
 SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_gsm8k_page.py
@@ -43,7 +43,7 @@ quickstart: env ## train a small model with PPO on this machine and leave a repo
 	$(BIN)/hybridflow quickstart
 
 test: env ## run the tests of the base environment
-	@$(MAKE) --no-print-directory --jobs 2 $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --jobs 3 $(PARTS:%=test-%)
 
 test-slow: env ## run the tests that take minutes or many processes
 	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
