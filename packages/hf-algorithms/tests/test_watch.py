@@ -119,7 +119,7 @@ def test_a_long_run_is_drawn_before_it_is_read(directory: Path) -> None:
 
 
 def test_the_key_q_leaves_and_new_lines_are_shown(directory: Path) -> None:
-    terminal = {"TERM": "xterm"}  # not of whoever runs the tests
+    terminal = {"TERM": "xterm"}  # TERM of the tests may be dumb
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=40, record=True, _environ=terminal)
 
     def press(timeout_s: float) -> str:

@@ -77,12 +77,13 @@ def test_every_listed_family_is_tested(tmp_path):
     assert types >= SHARING_FAMILIES
 
 
-def test_a_short_prompt_and_one_sample_have_a_cache_of_copies(tmp_path):
+def test_short_prompts_one_sample_and_16_bits_have_copies(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(write_tiny_family(tmp_path, "llama"), dtype=torch.float32)
     for width, samples, is_shared in ((64, 2, True), (63, 2, False), (64, 1, False)):
         cache = build_cache(model, 80, width=width, num_samples=samples)
         assert isinstance(cache, SharedPromptCache) is is_shared
         assert isinstance(cache, DynamicCache)
+    assert not isinstance(build_cache(model.bfloat16(), 80, width=64, num_samples=2), SharedPromptCache)
 
 
 def test_another_model_keeps_its_attention_meanwhile(tmp_path):

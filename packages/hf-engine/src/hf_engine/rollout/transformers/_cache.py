@@ -207,6 +207,8 @@ def build_cache(model: Any, capacity: int, *, width: int, num_samples: int) -> D
 
 def _may_share(model: Any, cache: DynamicCache) -> bool:
     settings = model.config.get_text_config()
+    if model.dtype != torch.float32:
+        return False  # scores would be rounded to 16 bits, which torch's own attention keeps in 32
     is_full = all(type(layer) is DynamicLayer for layer in cache.layers)
     return is_full and settings.model_type in SHARING_FAMILIES and settings._attn_implementation == "sdpa"
 
