@@ -10,17 +10,15 @@ with 1 if verl's faster mode is not slower by the wanted factor.
 
 from __future__ import annotations
 
-import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 from conformance_verl import INSTALLS
 from dispatch_systems import NUM_PRODUCERS, ROW_ITEMS, ControllerSystem, expected_sum
+from measured_program import MeasuredProgram
 from measurement import record
 from peer_environments import ROOT, make_environment
 
@@ -33,47 +31,6 @@ SETTLE_S = 0.2
 """Between two measurements: Ray frees the last one's objects in the background."""
 MIN_RATIO = 3.0
 MODES = {"verl": "", "verl_numpy": "numpy"}
-
-
-class Peer:
-    """verl's program in one mode of packing."""
-
-    def __init__(self, python: Path, mode: str, log: Path) -> None:
-        reading, writing = os.pipe()
-        environment = os.environ | {"VERL_DATAPROTO_SERIALIZATION_METHOD": mode}
-        with log.open("w") as output:
-            self._process = subprocess.Popen(
-                [python, Path(__file__).with_name("dispatch_verl.py"), str(writing)],
-                env=environment,
-                pass_fds=[writing],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                text=True,
-            )
-        os.close(writing)
-        self._answers = os.fdopen(reading)
-        self._log = log
-
-    def move(self, num_rows: int) -> float:
-        """Seconds of one move."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{num_rows}\n")
-        self._process.stdin.flush()
-        line = self._answers.readline()
-        if not line:
-            sys.exit(f"{self._log}: the process ended without an answer\n{self._log.read_text()[-3000:]}")
-        return float(line)
-
-    def close(self) -> None:
-        """Waits until the process has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(120)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._answers.close()
 
 
 def main() -> int:
@@ -104,43 +61,37 @@ def main() -> int:
 
 def _compare(python: Path, name: str, mode: str) -> dict[int, dict[str, list[float]]]:
     """Seconds of each size by system: the controller and one mode, because three clusters exhaust 24 GiB."""
-    with _started(python, name, mode) as peer:
-        peer.move(1)  # Ray finds a cluster by itself where one runs: the peer's program comes first
+    program = str(Path(__file__).with_name("dispatch_verl.py"))
+    log = ROOT / ".cache" / f"dispatch-{name}.log"
+    variables = {"VERL_DATAPROTO_SERIALIZATION_METHOD": mode}
+    with closing(MeasuredProgram(lambda answers: [str(python), program, str(answers)], log, variables)) as peer:
+        peer.ask("1")  # Ray finds a cluster by itself where one runs: the peer's program comes first
         with RayExecutor(num_cpus=2 * NUM_PRODUCERS + 2, log_to_driver=False) as executor:
             controller = ControllerSystem(executor)
-            return {
-                size_mb: _take_turns(controller, {name: peer}, size_mb * 2**20 // (NUM_PRODUCERS * ROW_ITEMS * 8))
-                for size_mb in SIZES_MB
-            }
+            found = {}
+            for size_mb in SIZES_MB:
+                ours, theirs = _take_turns(controller, peer, size_mb * 2**20 // (NUM_PRODUCERS * ROW_ITEMS * 8))
+                found[size_mb] = {"controller": ours, name: theirs}
+            return found
 
 
-@contextmanager
-def _started(python: Path, name: str, mode: str) -> Iterator[Peer]:
-    peer = Peer(python, mode, ROOT / ".cache" / f"dispatch-{name}.log")
-    try:
-        yield peer
-    finally:
-        peer.close()
+def _take_turns(controller: ControllerSystem, peer: MeasuredProgram, num_rows: int) -> tuple[list[float], list[float]]:
+    """Seconds of the controller and of the peer in every round after the first ones."""
+    ours: list[float] = []
+    theirs: list[float] = []
 
+    def move_here() -> None:
+        start_s = time.perf_counter()
+        found = controller.move(num_rows, NUM_PRODUCERS, contiguous=True)
+        ours.append(time.perf_counter() - start_s)
+        assert found == expected_sum(num_rows), f"{found} was delivered"
 
-def _take_turns(controller: ControllerSystem, peers: dict[str, Peer], num_rows: int) -> dict[str, list[float]]:
-    """Seconds of every round after the first ones."""
-    times: dict[str, list[float]] = {name: [] for name in ("controller", *peers)}
-    names = list(times)
+    turns = [move_here, lambda: theirs.append(float(peer.ask(str(num_rows))))]
     for number in range(WARM_UP_ROUNDS + ROUNDS):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
+        for turn in turns[number % 2 :] + turns[: number % 2]:
             time.sleep(SETTLE_S)
-            if name == "controller":
-                start_s = time.perf_counter()
-                found = controller.move(num_rows, NUM_PRODUCERS, contiguous=True)
-                seconds = time.perf_counter() - start_s
-                assert found == expected_sum(num_rows), f"{found} was delivered"
-            else:
-                seconds = peers[name].move(num_rows)
-            if number >= WARM_UP_ROUNDS:
-                times[name].append(seconds)
-    return times
+            turn()
+    return ours[WARM_UP_ROUNDS:], theirs[WARM_UP_ROUNDS:]
 
 
 if __name__ == "__main__":

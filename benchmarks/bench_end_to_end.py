@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,7 @@ import conformance_trl_ppo
 import psutil
 from end_to_end_page import TARGETS, write_page
 from end_to_end_workloads import WORKLOADS, Workload, draw_prompts
+from measured_program import MeasuredProgram
 from measurement import record
 from peer_environments import ROOT, make_environment
 
@@ -74,54 +73,31 @@ class Side:
     """A system's process, which waits between its segments of iterations."""
 
     def __init__(self, system: System, options: Mapping[str, Any], python: Path, program: str) -> None:
-        reading, writing = os.pipe()
-        threads = str(system.threads)
-        given = {**options, "ranks": system.ranks, "threads": system.threads, "answers": writing}
-        self._log = Path(options["folder"]) / f"{system.name}.log"
-        environment = os.environ | {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [python, Path(__file__).with_name(program), json.dumps(given)],
-                cwd=options["folder"],
-                env=environment,
-                pass_fds=[writing],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-            )
-        os.close(writing)
-        self._answers = os.fdopen(reading)
+        threads, folder = str(system.threads), Path(options["folder"])
+        given = {**options, "ranks": system.ranks, "threads": system.threads}
+        path = Path(__file__).with_name(program)
+        self._program = MeasuredProgram(
+            lambda answers: [str(python), str(path), json.dumps(given | {"answers": answers})],
+            folder / f"{system.name}.log",
+            {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"},
+            folder,
+        )
+        self.close = self._program.close
 
     def read(self) -> Any:
         """The next answer."""
-        line = self._answers.readline()
-        if not line:
-            sys.exit(f"{self._log}: the process ended without an answer\n{self._log.read_text()[-3000:]}")
-        return json.loads(line)
+        return json.loads(self._program.read())
 
     def go(self) -> Any:
         """Runs the next segment; returns the seconds of its iterations by phase."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
-        self._process.stdin.flush()
-        return self.read()
+        return json.loads(self._program.ask())
 
     def measure(self) -> tuple[float, int]:
         """Processor seconds and resident bytes of the process and of all that it started and that live."""
-        root = psutil.Process(self._process.pid)
+        root = psutil.Process(self._program.pid)
         tree = [root, *root.children(recursive=True)]
         times = [each.cpu_times() for each in tree]
         return sum(each.user + each.system for each in times), sum(each.memory_info().rss for each in tree)
-
-    def close(self) -> None:
-        """Waits until the process has ended."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(120)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-        self._answers.close()
 
 
 def main() -> int:
@@ -217,8 +193,8 @@ def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
     for side in programs:
         path = Path(given["folder"]) / f"{side}.safetensors"
         path.unlink(missing_ok=True)
-        told = {**given, "gate": True, "gradients": str(path)}
-        with _started(System(side, 1, 1), told, programs) as process:
+        stored = {**given, "gate": True, "gradients": str(path)}
+        with _started(System(side, 1, 1), stored, programs) as process:
             answers[side] = process.read()
         gradients[side] = load_file(path)
     differences = {"loss": abs(answers["ours"]["loss"] - answers["trl"]["loss"])}
@@ -234,13 +210,8 @@ def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
     return same_prompts and whole > LEAST_NORM and differences[worst] <= LARGEST_DIFFERENCE
 
 
-@contextmanager
-def _started(system: System, options: Mapping[str, Any], programs: Programs) -> Iterator[Side]:
-    side = Side(system, options, *programs[system.side])
-    try:
-        yield side
-    finally:
-        side.close()
+def _started(system: System, options: Mapping[str, Any], programs: Programs) -> closing[Side]:
+    return closing(Side(system, options, *programs[system.side]))
 
 
 def _measure(
