@@ -55,7 +55,7 @@ def mixtral(directory):
 MODELS = {
     # Softmax does not see the keys' bias: its gradient is rounding noise, which a larger eps keeps small.
     "gpt2": (gpt2, TrainConfig(learning_rate=1e-2, eps=1e-3, activation_checkpointing=True, shard="layer")),
-    "gemma": (gemma, TrainConfig(learning_rate=3e-3, weight_decay=0.01, max_grad_norm=0.5, shard="layer")),
+    "gemma": (gemma, TrainConfig(learning_rate=3e-3, eps=1e-6, weight_decay=0.01, max_grad_norm=0.5, shard="layer")),
     # Experts that few tokens reach have gradients near zero, whose rounding a larger eps keeps small, too.
     "mixtral": (mixtral, TrainConfig(learning_rate=3e-3, eps=1e-5, weight_decay=0.01, shard="layer")),
 }
@@ -78,3 +78,15 @@ def conformance(model, directory, config):
 def test_another_architecture_conforms(ranks2, tmp_path, name):
     write, config = MODELS[name]
     ranks2.run(conformance, write(tmp_path / "model"), tmp_path, config)
+
+
+def test_an_eps_that_blows_up_rounding_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"eps=1e-08 is below 1e-06"):
+        check_train_backend(
+            None,
+            None,
+            topology=Topology(ParallelSpec(dp_size=1)),
+            vocab_size=VOCAB_SIZE,
+            directory=tmp_path,
+            config=TrainConfig(learning_rate=3e-3),
+        )

@@ -164,7 +164,7 @@ def recomputed_conformance(model, directory, topology):
         topology=topology,
         vocab_size=VOCAB_SIZE,
         directory=Path(directory),
-        config=TrainConfig(learning_rate=3e-3, activation_checkpointing=True, micro_batch_tokens=64),
+        config=TrainConfig(learning_rate=3e-3, eps=1e-6, activation_checkpointing=True, micro_batch_tokens=64),
     )
 
 

@@ -41,10 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["check_train_backend", "gather_weights"]
 
+_SMALLEST_EPS = 1e-6  # with less AdamW blows up the rounding of gradients near zero
 _CONFIG = TrainConfig(
     learning_rate=3e-3,
     betas=(0.9, 0.95),
-    eps=1e-6,  # with less AdamW blows up the rounding of gradients near zero
+    eps=_SMALLEST_EPS,
     weight_decay=0.01,
     max_grad_norm=0.5,
     warmup_steps=2,
@@ -89,13 +90,17 @@ def check_train_backend(
         vocab_size: token ids of the test batches stay below it.
         directory: an empty one that all ranks share.
         head: what the backend is built with.
-        config: optimizer and schedule; the token budget is varied.
+        config: optimizer and schedule; the token budget is varied. Its `eps` is at least 1e-6: with less, AdamW turns
+            the rounding of a gradient near zero into a whole step, and the result depends on the processor.
         num_rows: rows of the global batch; not a multiple of dp_size is the harder case.
         tolerance: largest absolute difference of log-probs, values and parameters.
 
     Raises:
         AssertionError: naming the law and the difference.
+        ValueError: for a smaller `eps`.
     """
+    if config.eps < _SMALLEST_EPS:
+        raise ValueError(f"eps={config.eps} is below {_SMALLEST_EPS}: AdamW would blow up the rounding of gradients")
     batch = leave_tokens_out(build_batch(num_rows, vocab_size=vocab_size))
     batch = add_candidates(batch, _NUM_CANDIDATES, vocab_size=vocab_size)
     laws = _TrainLaws(reference, topology, head, config, tolerance, batch)
