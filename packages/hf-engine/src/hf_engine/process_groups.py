@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -30,6 +31,11 @@ __all__ = [
 ]
 
 _check = Checks(TopologyError)
+
+_SETTLING_S = 0.2
+"""A thread of gloo that has just ended a collective frees tensors, for which it needs Python. Where Python ends
+meanwhile, the process aborts: torchrun would report exit code -6, not 1. Here it has time to finish.
+"""
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -74,6 +80,7 @@ def default_group(backend: Literal["gloo", "nccl"] | None = None, *, timeout_s: 
 def _record(handler: Any, _kind: object, error: BaseException | None, _trace: object) -> None:
     if error is not None:
         handler.record_exception(error)
+        time.sleep(_SETTLING_S)
 
 
 def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
