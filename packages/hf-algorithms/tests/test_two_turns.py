@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_algorithms.jagged import to_jagged
@@ -65,7 +66,8 @@ def take_gradients(model: Path, tool: Texts, last: Texts) -> Gradients:
 
     def record(grad_norm: float) -> None:
         for name, parameter in train._parameters.items():
-            found[name] = parameter.grad.full_tensor().numpy().copy()
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            found[name] = grad.numpy().copy()
 
     train._optimizer.step = record
     loss = PolicyLoss(surrogate=Clip(), aggregation=Aggregation(mode="token-mean"), old="current")

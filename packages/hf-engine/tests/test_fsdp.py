@@ -389,3 +389,29 @@ def set_rates(model):
 def test_warm_up_and_a_new_learning_rate(ranks1, models):
     (rates,) = ranks1.run(set_rates, models["tied"])
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 0.75e-2, 1e-2, 1e-2])
+
+
+def copied_weights(model, dtype, trainable):
+    """Names of matrices that passes read elsewhere than where `local_weights` are, and optimizer steps."""
+    backend = build(model, replace(CONFIG, dtype=dtype, shard="root"), trainable=trainable)
+    kept = {name: tensor.data_ptr() for name, tensor in backend.local_weights().items()}
+    read = {}
+    for name, module in backend._model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(
+                lambda module, _, name=f"{name}.weight": read.update({name: module.weight.data_ptr()})
+            )
+    batch = build_batch(4, vocab_size=VOCAB_SIZE)
+    backend.compute_logprobs(batch)
+    if trainable:
+        backend.train_step(batch, negative_logprobs, 4.0)
+    assert read.keys() <= kept.keys(), f"{sorted(read)} were read, {sorted(kept)} are the weights"
+    return {name for name, address in read.items() if kept[name] != address}, len(read)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "trainable", "copies"), [("float32", True, False), ("bfloat16", False, False), ("bfloat16", True, True)]
+)
+def test_one_rank_copies_no_weights_of_its_dtype(ranks1, models, dtype, trainable, copies):
+    ((copied, num_read),) = ranks1.run(copied_weights, models["untied"], dtype, trainable)
+    assert len(copied) == (num_read if copies else 0) and num_read > 0

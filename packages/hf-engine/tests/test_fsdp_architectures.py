@@ -81,7 +81,7 @@ def test_another_architecture_conforms(ranks2, tmp_path, name):
 
 
 def test_an_eps_that_blows_up_rounding_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"eps=1e-08 is below 1e-06"):
+    with pytest.raises(ValueError, match=r"config\.eps=1e-08: check_train_backend needs at least 1e-06"):
         check_train_backend(
             None,
             None,

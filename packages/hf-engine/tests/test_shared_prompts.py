@@ -11,12 +11,14 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES
 from hf_engine.training.micro_batches import MicroBatch
+from hf_engine.training.optimizer import local_shard
 from hf_engine.training.outputs import OutputRequest
 from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
 from hf_protocols import ParallelSpec, Topology
@@ -58,7 +60,7 @@ def build(model, config=CONFIG, head="lm", **changes):
     topology = Topology(ParallelSpec(dp_size=dist.get_world_size()))
     backend = load_train_backend("fsdp").build(model, topology=topology, config=replace(config, **changes), head=head)
     if head == "value":  # which starts at zero
-        shard = backend._model.get_output_embeddings().weight.detach().to_local()
+        shard = local_shard(backend._model.get_output_embeddings().weight)
         shard.copy_(torch.linspace(-1, 1, shard.numel()).view(shard.shape))
     return backend
 
@@ -85,7 +87,8 @@ def results(backend, batch, head="lm"):
     found["loss"] = torch.tensor(metrics["loss"][0])
     for name, parameter in backend._parameters.items():
         if parameter.grad is not None:
-            found[f"gradient of {name}"] = parameter.grad.full_tensor()
+            grad = parameter.grad
+            found[f"gradient of {name}"] = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return found
 
 

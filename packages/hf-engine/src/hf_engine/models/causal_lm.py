@@ -51,6 +51,7 @@ __all__ = [
     "keeps_state",
     "lacking_without_head",
     "load_causal_lm",
+    "move_to",
     "read_shape",
     "read_tensor",
     "read_text_config",
@@ -101,6 +102,16 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     _refuse_unfit(files, loaded, head)
     keep_source(files, loaded, dtype)
     return LoadedModel(loaded, sorted(report["missing_keys"]), files)
+
+
+def move_to(device: torch.device, model: Any) -> None:
+    """Moves a loaded model to a device, and gives each parameter memory of its own, on the same device, too.
+
+    What was loaded may be a view of a file's pages, which could not be freed and taken again.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(device, copy=True, memory_format=torch.contiguous_format)
+    model.to(device)
 
 
 def keep_source(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:

@@ -100,7 +100,10 @@ def check_train_backend(
         ValueError: for a smaller `eps`.
     """
     if config.eps < _SMALLEST_EPS:
-        raise ValueError(f"eps={config.eps} is below {_SMALLEST_EPS}: AdamW would blow up the rounding of gradients")
+        raise ValueError(
+            f"config.eps={config.eps}: check_train_backend needs at least {_SMALLEST_EPS}, or AdamW turns the rounding "
+            "of gradients into whole steps. Pass a TrainConfig with eps=1e-6"
+        )
     batch = leave_tokens_out(build_batch(num_rows, vocab_size=vocab_size))
     batch = add_candidates(batch, _NUM_CANDIDATES, vocab_size=vocab_size)
     laws = _TrainLaws(reference, topology, head, config, tolerance, batch)

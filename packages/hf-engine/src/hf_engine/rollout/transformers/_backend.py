@@ -23,7 +23,7 @@ from hf_engine.backends.closed import Closed
 from hf_engine.backends.jagged import Ragged
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory, errors_of
-from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, refuse_lacking
+from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, move_to, refuse_lacking
 from hf_engine.models.conversions import persistent_buffers, read_file_names
 from hf_engine.models.lora import add_adapters, named_parameters
 from hf_engine.models.stacked_experts import layout_in_files, stack_of, tensors_in_files
@@ -119,10 +119,8 @@ class TransformersBackend:
         if lora is not None:
             add_adapters(loaded, lora, seed=seed)
         loaded.eval().requires_grad_(False)
-        for parameter in loaded.parameters():
-            # What was loaded may be a view of a file's pages: a storage of its own can be freed and taken again.
-            parameter.data = parameter.data.to(local_device(), copy=True)
-        return cls(loaded.to(local_device()), topology=topology, cache_bytes=cache_bytes, lora=lora)
+        move_to(local_device(), loaded)
+        return cls(loaded, topology=topology, cache_bytes=cache_bytes, lora=lora)
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hf_engine.agreement import together
 from hf_engine.backends.base import Metrics
@@ -32,8 +33,6 @@ from hf_engine.training.fsdp._state import FsdpState, digest_base
 from hf_protocols.errors import BackendError
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from hf_engine.resharding.layouts import WeightLayout
 
 __all__ = ["AdaptedFsdpBackend"]
@@ -180,7 +179,8 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         return layout, {name: shards[name] for name in layout.shapes}
 
     def _whole(self, name: str) -> torch.Tensor:
-        return cast("DTensor", self._parameters[name].detach()).full_tensor()
+        parameter = self._parameters[name].detach()
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def _select(layout: WeightLayout, names: list[str]) -> WeightLayout:

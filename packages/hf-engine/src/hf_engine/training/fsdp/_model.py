@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_engine.backends.base import Head, TrainConfig
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import SCORE_HEADS
-from hf_engine.models.causal_lm import lacking_without_head, load_causal_lm, read_tensor, refuse_lacking
+from hf_engine.models.causal_lm import lacking_without_head, load_causal_lm, move_to, read_tensor, refuse_lacking
 from hf_engine.models.classifier import load_classifier
 from hf_engine.models.lora import add_adapters
 from hf_engine.resharding.execute import execute_reshard
@@ -29,6 +29,7 @@ from hf_protocols.errors import BackendError
 from hf_protocols.validation import show
 
 __all__ = [
+    "Gathering",
     "check_same_shapes",
     "forward_tokens",
     "gather_on_first",
@@ -87,8 +88,36 @@ def _return_heads_output(model: Any) -> None:
     model.register_forward_hook(put)
 
 
-def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule:
+class Gathering(Protocol):
+    """Controls when weights are gathered and gradients are summed, as `FSDPModule` does."""
+
+    def reshard(self) -> None:
+        """Frees gathered weights."""
+        ...
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Sets whether a backward pass sums gradients over ranks."""
+        ...
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool) -> None:
+        """Sets whether a backward pass frees gathered weights."""
+        ...
+
+
+class _NothingGathered:
+    """One rank's: every method does nothing."""
+
+    def reshard(self) -> None: ...
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool) -> None: ...
+
+
+def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
     """Applies FSDP2, activation checkpointing and torch.compile. Gradients are summed over ranks, not averaged.
+
+    On one rank, of a model in the dtype it computes in, FSDP2 would only copy weights and gradients: it is not applied.
 
     Raises:
         BackendError: if an option needs the layers of a model that does not name them, or torch.compile does not work.
@@ -108,6 +137,9 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
         for layer in layers:
             # The layers share what is compiled, for any number of rows and tokens; FSDP2's hooks stay outside.
             layer.forward = torch.compile(layer.forward, dynamic=True)
+    if mesh.size() == 1 and all(each.dtype == getattr(torch, config.dtype) for each in model.parameters()):
+        move_to(torch.device(mesh.device_type), model)
+        return _NothingGathered()
     compute = None if config.dtype == "float32" else getattr(torch, config.dtype)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32 if compute else None)
     for module in [*(layers if config.shard == "layer" else ()), model]:
@@ -116,7 +148,7 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> FSDPModule
             sharded.set_gradient_divide_factor(1.0)
         # gloo has no reduction that scales
         sharded.set_force_sum_reduction_for_comms(True)
-    return cast("FSDPModule", model)
+    return cast("Gathering", model)
 
 
 def _list_units(model: Any) -> list[torch.nn.Module]:
