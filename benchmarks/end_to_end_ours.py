@@ -7,12 +7,24 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from conformance import Parts, build_parts
-from end_to_end_workloads import VALUE_WEIGHT, WORKLOADS, Pacer, draw_prompts, open_answers, score
+from end_to_end_workloads import (
+    GOAL,
+    VALUE_WEIGHT,
+    WORKLOADS,
+    Pacer,
+    Race,
+    draw_prompts,
+    open_answers,
+    score,
+    score_copies,
+)
 
 from hf_algorithms.losses import PolicyLoss, ValueLoss
 from hf_engine.backends.base import Head
@@ -28,22 +40,19 @@ _PHASES = {"train": "update", "logprobs": "logprobs", "generate": "generate", "s
 
 
 def main() -> None:
-    """Serve one workload: the gate, or segments of iterations."""
+    """Serve one workload: the gate, segments of iterations, or a race."""
     options = json.loads(sys.argv[1])
     answer = open_answers(options["answers"])
     if options["gate"]:
         answer(_pass_gate(options))
+    elif "seed" in options:
+        _race(options, Race(answer))
     else:
-        _train(options, Pacer(answer, options["segments"]))
+        _pace(options, Pacer(answer, options["segments"]))
 
 
-def _train(options: dict[str, Any], pacer: Pacer) -> None:
-    from hf_algorithms import train
-
-    workload = WORKLOADS[options["workload"]]
-    # Evaluations at the start and at the end, which are not timed, compare with an answer.
-    rows = [{"prompt": prompt, "answer": "0"} for prompt in draw_prompts(workload, options["num_prompts"])]
-    iterations = sum(options["segments"])
+def _pace(options: dict[str, Any], pacer: Pacer) -> None:
+    """Iterations in segments."""
 
     def follow(iteration: int, metrics: dict[str, float]) -> None:
         named = {name.removeprefix("time/").removesuffix("_s"): value for name, value in metrics.items()}
@@ -51,34 +60,81 @@ def _train(options: dict[str, Any], pacer: Pacer) -> None:
             {_PHASES.get(name, name): named[name] for name in (*_PHASES, "advantages") if name in named}
         )
 
-    train(
-        options["model"],
-        {"train": rows, "validation": rows[:1], "test": rows[:1]},
-        score,
-        algorithm=ALGORITHMS[workload.algorithm] | {"mini_batches": 1, "epochs": 1},
-        config={
-            "run": {
-                "iterations": iterations,
-                "eval_every": iterations,
-                "checkpoint_every": iterations,
-                "executor": "in_process" if options["ranks"] == 1 else "ray",
+    iterations = sum(options["segments"])
+    prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
+    run = {"iterations": iterations, "eval_every": iterations}
+    _train(options, prompts, prompts[:1], score, pacer.start, follow, run)
+
+
+def _race(options: dict[str, Any], race: Race) -> None:
+    """Iterations until the goal is reached."""
+
+    def follow(iteration: int, metrics: dict[str, float]) -> None:
+        found = metrics.get("eval/validation/score_copies")
+        race.end_iteration(None if found is None else metrics["time/iteration_s"])
+        if found is not None:
+            race.judge(found)
+        if race.is_over:
+            sys.exit()
+
+    prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
+    trained, held_out = prompts[: -GOAL.num_prompts], prompts[-GOAL.num_prompts :]
+    run = {"iterations": GOAL.most, "eval_every": GOAL.every, "seed": options["seed"]}
+    optimizer = {"actor_learning_rate": GOAL.learning_rate, "betas": list(GOAL.betas)}
+    _train(options, trained, held_out, score_copies, race.start, follow, run, optimizer)
+    race.give_up()
+
+
+def _train(
+    options: dict[str, Any],
+    trained: list[str],
+    held_out: list[str],
+    reward: Callable[..., list[float]],
+    begin: Callable[[], None],
+    follow: Callable[[int, dict[str, float]], None],
+    run: dict[str, Any],
+    optimizer: Mapping[str, Any] | None = None,
+) -> None:
+    from hf_algorithms import train
+    from hf_algorithms.run.summary import RunSummary
+
+    workload = WORKLOADS[options["workload"]]
+    rows, evaluated = ([{"prompt": prompt} for prompt in prompts] for prompts in (trained, held_out))
+    note_start = RunSummary.note_start
+
+    def start(summary: RunSummary, phases: Mapping[str, float]) -> None:
+        note_start(summary, phases)
+        begin()
+
+    with mock.patch.object(RunSummary, "note_start", start):
+        train(
+            options["model"],
+            {"train": rows, "validation": evaluated, "test": evaluated[:1]},
+            reward,
+            algorithm=ALGORITHMS[workload.algorithm] | {"mini_batches": 1, "epochs": 1},
+            config={
+                "run": {
+                    **run,
+                    "checkpoint_every": run["iterations"],
+                    "executor": "in_process" if options["ranks"] == 1 else "ray",
+                },
+                "reward": {"metric": f"{Path(__file__).with_name('end_to_end_workloads.py')}:{reward.__name__}"},
+                "warm_start": {"max_steps": 0},
+                "optimizer": {"actor_learning_rate": 1e-5, "warmup_steps": 0, **(optimizer or {})},
+                "rollout": {
+                    "backend": options["backend"],
+                    "batch_size": workload.num_prompts,
+                    "samples_per_prompt": workload.num_samples,
+                    "max_new_tokens": workload.new_tokens,
+                    "min_new_tokens": 0 if workload.end_weight else workload.new_tokens,
+                },
+                "training": {"shard": "root"},
+                "cluster": {"gpus_per_machine": options["ranks"]},
             },
-            "warm_start": {"max_steps": 0},
-            "optimizer": {"actor_learning_rate": 1e-5, "warmup_steps": 0},
-            "rollout": {
-                "backend": options["backend"],
-                "batch_size": workload.num_prompts,
-                "samples_per_prompt": workload.num_samples,
-                "max_new_tokens": workload.new_tokens,
-                "min_new_tokens": 0 if workload.end_weight else workload.new_tokens,
-            },
-            "training": {"shard": "root"},
-            "cluster": {"gpus_per_machine": options["ranks"]},
-        },
-        output_dir=Path(options["folder"]) / f"ours-{options['ranks']}-{options['threads']}",
-        overwrite=True,
-        on_metrics=follow,
-    )
+            output_dir=Path(options["folder"]) / f"ours-{options['ranks']}-{options['threads']}",
+            overwrite=True,
+            on_metrics=follow,
+        )
 
 
 def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +196,7 @@ def _update_both(options: dict[str, Any], columns: dict[str, Any], parts: Parts)
     from hf_algorithms.jagged import pad_rows
 
     actor, critic = _build(options, "lm"), _build(options, "value")
-    head = critic._model.get_output_embeddings().weight.detach().to_local()
+    head = critic._model.get_output_embeddings().weight.detach()
     head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
     batch = _join(columns)
     logprobs = pad_rows(actor.compute_logprobs(batch)["logprobs"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from end_to_end_workloads import WORKLOADS
+from end_to_end_workloads import GOAL, WORKLOADS
 from measurement import RESULTS, write_table
 from peer_environments import ROOT
 
@@ -23,12 +23,15 @@ _SYSTEMS = {
     "ours_2x1": "two ranks",
     "trl_1x1": "one thread",
     "trl_1x2": "two threads",
+    "bare_1x1": "one thread",
+    "bare_1x2": "two threads",
 }
+_SIDES = {"ours": "here", "trl": "TRL", "bare": "plain loop"}
 _PHASES = ("generate", "score", "logprobs", "update", "advantages", "sync")
 
 
 def write_page() -> None:
-    """One table of rates and memory, and one of phases of each side's fastest system."""
+    """Tables of rates, of memory, and of the phases of each side's fastest system."""
     found = {}
     for name in WORKLOADS:
         path = RESULTS / f"end_to_end_{name}.json"
@@ -36,24 +39,51 @@ def write_page() -> None:
             metrics = json.loads(path.read_text())["metrics"]
             found[name] = {metric: each["value"] for metric, each in metrics.items()}
     rates = [
-        "| workload | here, samples/s | TRL, samples/s | times TRL | wanted | here, MiB | TRL, MiB |",
+        "| workload | here, samples/s | TRL, samples/s | plain loop, samples/s | times TRL | wanted | of the loop |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
-    columns = [f"{side} {name}" for name in found for side in ("here", "TRL")]
-    phases = [f"| ms an iteration | {' | '.join(columns)} |", "|---|" + "--:|" * len(columns)]
-    best = {name: tuple(_fastest(metrics, side) for side in ("ours", "trl")) for name, metrics in found.items()}
+    names = " | ".join(f"`{name}`" for name in found)
+    memory = [f"| MiB, with two threads | {names} |", "|---|" + "--:|" * len(found)]
+    best = {
+        name: {side: _fastest(metrics, side) for side in _SIDES if f"{side}_1x1_median" in metrics}
+        for name, metrics in found.items()
+    }
+    columns = [(name, system, f"{_SIDES[side]} `{name}`") for name in found for side, system in best[name].items()]
+    phases = [f"| ms an iteration | {' | '.join(each for *_, each in columns)} |", "|---|" + "--:|" * len(columns)]
     for name, metrics in found.items():
-        cells = [f"{_rate(metrics, each)}, {_SYSTEMS[each]}" for each in best[name]]
-        memory = [f"{metrics[f'{each}_resident']:,.0f}" for each in best[name]]
+        cells = [_rate(metrics, best[name][side]) if side in best[name] else "" for side in _SIDES]
+        of_bare = f"{metrics['of_bare']:.2f}" if "of_bare" in metrics else ""
         rates.append(
-            f"| `{name}` | {cells[0]} | {cells[1]} | **{metrics['speed_up']:.2f}** | {TARGETS[name]} | "
-            f"{memory[0]} | {memory[1]} |"
+            f"| `{name}` | {' | '.join(cells)} | **{metrics['speed_up']:.2f}** | {TARGETS[name]} | {of_bare} |"
         )
-    for phase in (*_PHASES, "rest"):
-        cells = [_phase(found[name], each, phase) for name in found for each in best[name]]
+    for side in ("ours", "trl"):
+        for kind, words in (("resident", "peak"), ("grown", "growth after the start")):
+            cells = [f"{metrics[f'{side}_1x2_{kind}']:,.0f}" for metrics in found.values()]
+            memory.append(f"| {_SIDES[side]}, {words} | {' | '.join(cells)} |")
+    for phase in (*_PHASES, "rest", "operations"):
+        cells = [_phase(found[name], system, phase) for name, system, _ in columns]
         phases.append(f"| {phase} | {' | '.join(cells)} |")
+    _write_race()
+    write_table(_PAGE, "memory of bench_end_to_end", "\n".join(memory))
     write_table(_PAGE, "rates of bench_end_to_end", "\n".join(rates))
     write_table(_PAGE, "phases of bench_end_to_end", "\n".join(phases))
+
+
+def _write_race() -> None:
+    """One table of the seconds and iterations to the goal, if they have been measured."""
+    path = RESULTS / "end_to_end_race.json"
+    if not path.exists():
+        return
+    found = {metric: each["value"] for metric, each in json.loads(path.read_text())["metrics"].items()}
+    seeds = sorted({int(name.split("_")[2]) for name in found if name.startswith("ours_seed_")})
+    rows = [f"| to {GOAL.score} | {' | '.join(f'seed {seed}' for seed in seeds)} |", "|---|" + "--:|" * len(seeds)]
+    for side, words in (("ours", "here"), ("trl", "TRL")):
+        cells = [
+            f"{found[f'{side}_seed_{seed}']:.1f} s, {found[f'{side}_seed_{seed}_iterations']:.0f} iterations"
+            for seed in seeds
+        ]
+        rows.append(f"| {words} | {' | '.join(cells)} |")
+    write_table(_PAGE, "race of bench_end_to_end", "\n".join(rows))
 
 
 def _fastest(metrics: Mapping[str, float], side: str) -> str:
@@ -63,17 +93,11 @@ def _fastest(metrics: Mapping[str, float], side: str) -> str:
 def _rate(metrics: Mapping[str, float], system: str) -> str:
     median, slowest, fastest = (metrics[f"{system}_{kind}"] for kind in ("median", "slowest", "fastest"))
     digits = 0 if median >= 100 else 2
-    return f"{median:.{digits}f} ({slowest:.{digits}f} to {fastest:.{digits}f})"
+    return f"{median:.{digits}f} ({slowest:.{digits}f} to {fastest:.{digits}f}), {_SYSTEMS[system]}"
 
 
 def _phase(metrics: Mapping[str, float], system: str, phase: str) -> str:
-    if phase == "rest":
-        value = metrics[f"{system}_wall"] - sum(metrics.get(f"{system}_{each}", 0.0) for each in _PHASES)
-    elif f"{system}_{phase}" not in metrics:
-        return ""
-    else:
-        value = metrics[f"{system}_{phase}"]
-    return f"{value:,.0f}"
+    return f"{metrics[f'{system}_{phase}']:,.0f}" if f"{system}_{phase}" in metrics else ""
 
 
 if __name__ == "__main__":

@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end_workloads import WORKLOADS, Pacer, draw_prompts, open_answers, score
+from end_to_end_workloads import GOAL, WORKLOADS, Pacer, Race, draw_prompts, open_answers, score, score_copies
 
 
 def main() -> None:
-    """Serve one workload: the gate, or segments of iterations."""
+    """Serve one workload: the gate, segments of iterations, or a race."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
     answer = open_answers(options["answers"])
     if options["gate"]:
         answer(_pass_gate(options))
+        return
+    if "seed" in options:
+        _race(options, Race(answer))
         return
     pacer = Pacer(answer, options["segments"])
     trainer = _build_trainer(options, max_steps=sum(options["segments"]), reward=score, pacer=pacer)
@@ -52,8 +55,13 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         generation_kwargs={} if workload.end_weight else {"min_new_tokens": workload.new_tokens},
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
-        max_grad_norm=1.0 if pacer else 1e9,
-        **{"learning_rate": 1e-5, "lr_scheduler_type": "constant", "beta": 0.0, **more.pop("config", {})},
+        **{
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+            "beta": 0.0,
+            "max_grad_norm": 1.0,
+            **more.pop("config", {}),
+        },
     )
 
     class Timed(GRPOTrainer):
@@ -93,6 +101,10 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             self.start_s = time.perf_counter()
 
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            if pacer:
+                pacer.start()
+
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             phases["update"] += time.perf_counter() - self.start_s
 
@@ -108,6 +120,44 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         callbacks=[Paced()],
         **more,
     )
+
+
+def _race(options: dict[str, Any], race: Race) -> None:
+    """Iterations until the goal is reached."""
+    from transformers import TrainerCallback
+
+    prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
+    trained, held_out = prompts[: -GOAL.num_prompts], prompts[-GOAL.num_prompts :]
+    betas = dict(zip(("adam_beta1", "adam_beta2"), GOAL.betas, strict=True))
+    config = {"learning_rate": GOAL.learning_rate, "seed": options["seed"], **betas}
+    given = {"reward": score_copies, "prompts": trained, "config": config}
+    trainer = _build_trainer(options, max_steps=GOAL.most, pacer=None, **given)
+    tokenizer = trainer.processing_class
+
+    @torch.no_grad()
+    def evaluate() -> float:
+        given = tokenizer(held_out, padding=True, padding_side="left", return_tensors="pt")
+        tokens = WORKLOADS[options["workload"]].new_tokens
+        found = trainer.model.generate(**given, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
+        texts = tokenizer.batch_decode(found[:, given["input_ids"].shape[1] :], skip_special_tokens=True)
+        values = score_copies(held_out, texts)
+        return sum(values) / len(values)
+
+    class Judged(TrainerCallback):
+        """Evaluates every now and then, and ends the training at the goal."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            race.start()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **__: Any) -> None:
+            race.end_iteration()
+            if state.global_step % GOAL.every == 0:
+                race.judge(evaluate())
+            control.should_training_stop |= race.is_over
+
+    trainer.add_callback(Judged())
+    trainer.train()
+    race.give_up()
 
 
 def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
@@ -141,7 +191,7 @@ def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
             grads = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
             save_file(grads, options["gradients"])
 
-    config = {"learning_rate": 0.0}
+    config = {"learning_rate": 0.0, "max_grad_norm": 1e9}
     trainer = _build_trainer(
         options, max_steps=1, reward=look_up, pacer=None, prompts=stored["prompts"], rollout_func=rollout, config=config
     )

@@ -120,6 +120,9 @@ def _train(options: dict[str, Any], pacer: Pacer) -> None:
         def on_log(self, *_: Any, **__: Any) -> None:
             phases["update"] += time.perf_counter() - update_start_s[0]
 
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            pacer.start()
+
         def on_step_end(self, *_: Any, **__: Any) -> None:
             pacer.end_iteration()
 

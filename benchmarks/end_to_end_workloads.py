@@ -15,7 +15,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["VALUE_WEIGHT", "WORKLOADS", "Pacer", "Workload", "draw_prompts", "open_answers", "score"]
+__all__ = [
+    "GOAL",
+    "VALUE_WEIGHT",
+    "WORKLOADS",
+    "Goal",
+    "Pacer",
+    "Race",
+    "Workload",
+    "draw_prompts",
+    "open_answers",
+    "score",
+    "score_copies",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +75,26 @@ VALUE_WEIGHT = 0.1
 """Of the critic's loss in TRL's one loss of PPO."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """A held-out score that training has to reach, and how it trains."""
+
+    workload: str
+    score: float
+    """Mean of the likeliest responses to held-out prompts."""
+    num_prompts: int
+    """Held out: the last ones that are drawn."""
+    every: int
+    """Iterations between two evaluations."""
+    most: int
+    """Iterations."""
+    learning_rate: float
+    betas: tuple[float, float]
+
+
+GOAL = Goal(workload="tiny", score=0.6, num_prompts=64, every=5, most=600, learning_rate=1e-3, betas=(0.9, 0.999))
+
+
 def draw_prompts(workload: Workload, count: int) -> list[str]:
     """Texts of digits, one token a character, no two alike."""
     draw = random.Random(0)
@@ -75,6 +107,12 @@ def draw_prompts(workload: Workload, count: int) -> list[str]:
 def score(completions: list[str], **_: object) -> list[float]:
     """The share of characters that are below five: it differs inside every group."""
     return [sum(each in "01234" for each in text) / max(1, len(text)) for text in completions]
+
+
+def score_copies(prompts: list[str], completions: list[str], **_: object) -> list[float]:
+    """The share of characters that are the prompt's last one: what a race has to learn."""
+    pairs = zip(prompts, completions, strict=True)
+    return [text.count(prompt[-1]) / max(1, len(text)) for prompt, text in pairs]
 
 
 def open_answers(descriptor: int) -> Callable[[Any], None]:
@@ -102,15 +140,62 @@ class Pacer:
         self.phases: dict[str, float] = defaultdict(float)
         self._start_s = time.perf_counter()
 
-    def end_iteration(self, phases: dict[str, float] | None = None) -> None:
-        """Takes down an iteration; waits for the next command where a segment ends."""
-        wall_s = time.perf_counter() - self._start_s
+    def start(self) -> None:
+        """Says that everything is built, and waits for the first command."""
+        self._answer([])
+        self._wait()
+
+    def end_iteration(self, phases: dict[str, float] | None = None, seconds: float | None = None) -> None:
+        """Takes down an iteration, of the time since the last one; waits for the next command where a segment ends."""
+        wall_s = time.perf_counter() - self._start_s if seconds is None else seconds
         self._rows.append({"wall": wall_s, **(self.phases if phases is None else phases)})
         self.phases.clear()
         if len(self._rows) == self._segments[0]:
             self._answer(self._rows)
             self._rows = []
             del self._segments[0]
-            if self._segments and not sys.stdin.readline():
-                sys.exit("nobody waits for the next segment")
+            if self._segments:
+                self._wait()
         self._start_s = time.perf_counter()
+
+    def _wait(self) -> None:
+        if not sys.stdin.readline():
+            sys.exit("nobody waits for the next segment")
+        self._start_s = time.perf_counter()
+
+
+class Race:
+    """Adds up the seconds of iterations until a score is reached. Evaluations are not timed.
+
+    Args:
+        answer: takes the seconds and the iterations, or None where the score was not reached.
+    """
+
+    def __init__(self, answer: Callable[[Any], None]) -> None:
+        self._answer = answer
+        self._seconds, self._iterations = 0.0, 0
+        self._start_s = time.perf_counter()
+        self.is_over = False
+
+    def start(self) -> None:
+        """Says that everything is built, and begins to count."""
+        self._answer([])
+        self._start_s = time.perf_counter()
+
+    def end_iteration(self, seconds: float | None = None) -> None:
+        """Takes down an iteration: the time since the last one, or its seconds where it was evaluated, too."""
+        self._seconds += time.perf_counter() - self._start_s if seconds is None else seconds
+        self._iterations += 1
+        self._start_s = time.perf_counter()
+
+    def judge(self, found: float) -> None:
+        """Takes the score of an evaluation."""
+        if found >= GOAL.score and not self.is_over:
+            self.is_over = True
+            self._answer({"seconds": self._seconds, "iterations": self._iterations})
+        self._start_s = time.perf_counter()
+
+    def give_up(self) -> None:
+        """No more iterations are made."""
+        if not self.is_over:
+            self._answer(None)
