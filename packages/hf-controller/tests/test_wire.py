@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -45,6 +47,23 @@ def test_a_batch_of_many_ranks_travels_as_numbers_of_references():
     assert (one.shards, one.maker, one.call) == (source.shards, "actor.score", None)
     assert found.args[1] == references[7]
     assert len(packed.packed) < 4 * 600 + 500
+
+
+def test_an_unpacked_call_holds_nothing_once_it_is_dropped():
+    references = [ray.ObjectRef.from_random() for _ in range(4)]
+    halves = zip(references[::2], references[1::2], strict=True)
+    source = Source([SplitBatchHandle(metadata=each, contents=other) for each, other in halves], maker="actor.score")
+    packed = pack_call(call_with(source, Sealed(references[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        found = unpack_call(packed.packed, packed.references, *packed.batches)
+        kept = weakref.ref(found.args[0])
+        assert kept() is not None
+        del found
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_batches_of_this_machine_are_handed_over_as_they_are():

@@ -12,8 +12,9 @@ import gc
 import io
 import pickle
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -100,23 +101,34 @@ def _is_own(value: type | FunctionType) -> bool:
 
 
 class _CallUnpickler(pickle.Unpickler):
+    """Keeps no circle: what it finds is remembered with all that it reads, which would live until a collection.
+
+    In that time a rank would hold the batches of calls that are long over.
+    """
+
     def __init__(self, source: io.BytesIO, references: Sequence[Any], batches: Sequence[Any]) -> None:
         super().__init__(source)
-        self._found = {"reference": references, "batch": [attach(contents) for contents in batches]}
+        found = {"reference": references, "batch": [attach(contents) for contents in batches]}
+        self._takers: dict[Any, Any] = {
+            _take: partial(_take_from, found),
+            _take_source: partial(_take_source_from, references),
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name)
-        if found is _take:
-            return self._take
-        return self._take_source if found is _take_source else found
+        return self._takers.get(found, found) if isinstance(found, FunctionType) else found
 
-    def _take(self, kind: str, number: int) -> Any:
-        return self._found[kind][number]
 
-    def _take_source(self, maker: str, metadata: Sequence[int], contents: Sequence[int]) -> Source:
-        found = self._found["reference"]
-        pairs = zip(metadata, contents, strict=True)
-        return Source([SplitBatchHandle(metadata=found[a], contents=found[b]) for a, b in pairs], maker=maker)
+def _take_from(found: Mapping[str, Sequence[Any]], kind: str, number: int) -> Any:
+    return found[kind][number]
+
+
+def _take_source_from(
+    references: Sequence[Any], maker: str, metadata: Sequence[int], contents: Sequence[int]
+) -> Source:
+    pairs = zip(metadata, contents, strict=True)
+    handles = [SplitBatchHandle(metadata=references[a], contents=references[b]) for a, b in pairs]
+    return Source(handles, maker=maker)
 
 
 def _take(kind: str, number: int) -> Any:
