@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end_workloads import GOAL, WORKLOADS, Pacer, Race, draw_prompts, open_answers, score, score_copies
+from end_to_end_workloads import GOAL, WORKLOADS, Pacer, Race, Workload, draw_prompts, open_answers, score, score_copies
 
 
 def main() -> None:
@@ -36,33 +36,11 @@ def main() -> None:
 def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pacer: Pacer | None, **more: Any) -> Any:
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     workload = WORKLOADS[options["workload"]]
     prompts = more.pop("prompts", None) or draw_prompts(workload, options["num_prompts"])
-    config = GRPOConfig(
-        output_dir=str(Path(options["folder"]) / "trl"),
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        max_steps=max_steps,
-        per_device_train_batch_size=workload.num_rows,
-        num_generations=workload.num_samples,
-        max_completion_length=workload.new_tokens,
-        generation_kwargs={} if workload.end_weight else {"min_new_tokens": workload.new_tokens},
-        gradient_checkpointing=False,
-        model_init_kwargs={"dtype": "float32"},
-        **{
-            "learning_rate": 1e-5,
-            "lr_scheduler_type": "constant",
-            "beta": 0.0,
-            "max_grad_norm": 1.0,
-            **more.pop("config", {}),
-        },
-    )
+    config = _build_config(options, workload, max_steps, more.pop("config", {}))
 
     class Timed(GRPOTrainer):
         """The trainer, with the seconds of its parts."""
@@ -119,6 +97,34 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         reward_funcs=reward,
         callbacks=[Paced()],
         **more,
+    )
+
+
+def _build_config(options: dict[str, Any], workload: Workload, max_steps: int, changes: dict[str, Any]) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(Path(options["folder"]) / "trl"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        max_steps=max_steps,
+        per_device_train_batch_size=workload.num_rows,
+        num_generations=workload.num_samples,
+        max_completion_length=workload.new_tokens,
+        generation_kwargs={} if workload.end_weight else {"min_new_tokens": workload.new_tokens},
+        gradient_checkpointing=False,
+        model_init_kwargs={"dtype": "float32"},
+        **{
+            "learning_rate": 1e-5,
+            "lr_scheduler_type": "constant",
+            "beta": 0.0,
+            "max_grad_norm": 1.0,
+            **changes,
+        },
     )
 
 
