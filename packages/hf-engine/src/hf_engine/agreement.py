@@ -71,6 +71,8 @@ def together(
 
 def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
     """Lowest and highest of all ranks' numbers, in one reduction of eight bytes. Collective."""
+    if dist.get_world_size(group) == 1:
+        return lowest, highest
     both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     negated, highest = both.tolist()

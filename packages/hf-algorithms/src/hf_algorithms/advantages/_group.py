@@ -122,10 +122,14 @@ class GroupAdvantage:
         scored, lengths = ~scores.isnan(), mask.sum(1).double()
         compared = torch.zeros_like(scores)
         of_batch = _compute_std(scores[scored][None].double(), self.std_ddof) if self.std_over == "batch" else None
+        by_size: dict[int, list[torch.Tensor]] = {}
         for rows in split_groups(given["group_id"]):
             if len(rows) == 1 and self._compares and self.group_of_one == "error":
                 refuse_group_of_one("GroupAdvantage", given["group_id"][rows[0]])
             known = rows[scored[rows]]
+            by_size.setdefault(len(known), []).append(known)
+        for groups in by_size.values():
+            known = torch.stack(groups)
             compared[known] = self._compare(scores[known].double(), lengths[known], of_batch).to(scores.dtype)
         compared = clip_scores(compared, self.score_clip)
         cumulates = self.kl_return != "token"
@@ -139,19 +143,19 @@ class GroupAdvantage:
         return self.baseline != "none" or self.scale != "none"
 
     def _compare(self, scores: torch.Tensor, lengths: torch.Tensor, of_batch: torch.Tensor | None) -> torch.Tensor:
-        """The advantages [n] of one group's scored responses, float64; `of_batch` [1] is the batch's std."""
-        if len(scores) < 2 and self._compares:
+        """The advantages [g, n] of g groups of n scored responses each, float64; `of_batch` [1] is the batch's std."""
+        if scores.shape[1] < 2 and self._compares:
             return scores if self.group_of_one == "raw" else torch.zeros_like(scores)
         centred = scores - self._compute_baseline(scores, lengths)
         if self.scale == "none":
             return centred
         if self.scale == "mean":
-            mean = scores.mean()
-            return centred / mean if mean > 0 else torch.zeros_like(centred)
+            mean = scores.mean(1, keepdim=True)
+            return torch.where(mean > 0, centred / mean, 0.0)
         if of_batch is not None:
             std = of_batch
         elif self.std_over == "group":
-            std = _compute_std(scores[None], self.std_ddof)
+            std = _compute_std(scores, self.std_ddof)[:, None]
         else:
             std = _compute_std(_leave_one_out(scores), self.std_ddof)
         if self.std_on == "max":
@@ -166,13 +170,16 @@ class GroupAdvantage:
     def _compute_baseline(self, scores: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         if self.baseline == "none":
             return torch.zeros_like(scores)
-        if scores.max() == scores.min():  # exactly: a mean of equal floats may differ from them by rounding
-            return scores
         if self.baseline == "leave_one_out":
-            return (scores.sum() - scores) / (len(scores) - 1)
-        if self.baseline == "length" and lengths.any():
-            return (lengths * scores).sum() / lengths.sum()
-        return scores.mean()
+            found = (scores.sum(1, keepdim=True) - scores) / (scores.shape[1] - 1)
+        else:
+            found = scores.mean(1, keepdim=True)
+        if self.baseline == "length":
+            tokens = lengths.sum(1, keepdim=True)
+            found = torch.where(tokens > 0, (lengths * scores).sum(1, keepdim=True) / tokens, found)
+        # exactly: a mean of equal floats may differ from them by rounding
+        equal = scores.amax(1, keepdim=True) == scores.amin(1, keepdim=True)
+        return torch.where(equal, scores, found)
 
 
 def refuse_group_of_one(reader: str, group: torch.Tensor) -> None:
@@ -186,15 +193,15 @@ def refuse_group_of_one(reader: str, group: torch.Tensor) -> None:
 
 
 def _leave_one_out(scores: torch.Tensor) -> torch.Tensor:
-    """[n, n - 1]: row i has the scores of all but i."""
-    n = len(scores)
+    """[g, n, n - 1]: in each of g groups row i has the scores of all but i."""
+    groups, n = scores.shape
     others = ~torch.eye(n, dtype=torch.bool, device=scores.device)
-    return scores.expand(n, n)[others].view(n, n - 1)
+    return scores[:, None].expand(groups, n, n)[others.expand(groups, n, n)].view(groups, n, n - 1)
 
 
 def _compute_std(rows: torch.Tensor, ddof: int) -> torch.Tensor:
-    """The std of each row of [m, k]; exactly 0 for equal entries, and for `ddof` entries or fewer."""
-    if rows.shape[1] <= ddof:
-        return rows.new_zeros(len(rows))
-    equal = rows.amax(1) == rows.amin(1)
-    return rows.std(dim=1, correction=ddof).masked_fill(equal, 0.0)
+    """The std of each row of [..., k]; exactly 0 for equal entries, and for `ddof` entries or fewer."""
+    if rows.shape[-1] <= ddof:
+        return rows.new_zeros(rows.shape[:-1])
+    equal = rows.amax(-1) == rows.amin(-1)
+    return rows.std(dim=-1, correction=ddof).masked_fill(equal, 0.0)

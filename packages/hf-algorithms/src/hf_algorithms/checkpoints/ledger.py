@@ -179,7 +179,8 @@ class Ledger:
         self._append(body)
 
     def _append(self, body: Mapping[str, Any]) -> None:
-        self._directory.append_line(LEDGER, json.dumps(body))
+        # The line of its end takes those before it to the disk: until then a lost iteration is repeated anyway.
+        self._directory.append_line(LEDGER, json.dumps(body), must_last=body["state"] in _ENDS)
 
 
 def count_ledger(path: Path) -> dict[str, int]:

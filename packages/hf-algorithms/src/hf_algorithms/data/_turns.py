@@ -348,9 +348,11 @@ def decode_responses(
         responses: token ids, one list a response.
         stop_ids: ids at which responses end.
     """
-    contents = [list(ids[:-1] if ids and ids[-1] in stop_ids else ids) for ids in responses]
+    contents = [tuple(ids[:-1] if ids and ids[-1] in stop_ids else ids) for ids in responses]
     if not tokenizer.is_fast:  # these fail at an id without a token, as a padded vocabulary has
         known = frozenset(tokenizer.get_vocab().values())
-        contents = [[token for token in ids if token in known] for ids in contents]
-    texts: list[str] = tokenizer.batch_decode(contents, skip_special_tokens=True)
-    return texts
+        contents = [tuple(token for token in ids if token in known) for ids in contents]
+    distinct = list(dict.fromkeys(contents))  # samples of one prompt come with it, each
+    decoded: list[str] = tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)
+    texts = dict(zip(distinct, decoded, strict=True))
+    return [texts[ids] for ids in contents]

@@ -202,12 +202,16 @@ class RunDirectory:
         for listener in self._listeners:
             listener.hear_metrics(metrics)
 
-    def append_line(self, name: str, line: str) -> None:
-        """Adds a line to a file, on the disk when this returns."""
+    def append_line(self, name: str, line: str, *, must_last: bool = True) -> None:
+        """Adds a line to a file, which outlives this process when this returns.
+
+        With `must_last` it is on the disk then, as all lines before it are.
+        """
         with self._reporting(name), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
             file.flush()
-            os.fsync(file.fileno())
+            if must_last:
+                os.fsync(file.fileno())
 
     def append_samples(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Adds objects to `samples/<iteration>.jsonl`, one for each response, which name the iteration."""

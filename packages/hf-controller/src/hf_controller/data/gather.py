@@ -11,8 +11,10 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from hf_controller.data.buffer_pool import allocate_rows
@@ -359,8 +361,19 @@ class Part:
     rows: RowSelection
 
 
+_Integers = npt.NDArray[np.int64]
+
+
+class _Moves(NamedTuple):
+    """Rows, or tokens, that move from one array into the result: numpy's, whose calls cost less than torch's."""
+
+    array: int
+    source: _Integers
+    target: _Integers
+
+
 class Assembly:
-    """Assembles the rows of one or more columns from arrays; index tensors are computed once for all columns.
+    """Assembles the rows of one or more columns from arrays; indices are computed once for all columns.
 
     Args:
         parts: what to take, in the order of the result.
@@ -369,7 +382,7 @@ class Assembly:
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
         self._runs = [(part.array, start, stop) for part in parts for start, stop in part.rows.intervals]
-        self._tokens: dict[tuple[int, ...], tuple[torch.Tensor, list[tuple[int, torch.Tensor, torch.Tensor]]]] = {}
+        self._tokens: dict[tuple[int, ...], tuple[torch.Tensor, list[_Moves]]] = {}
 
     def build_dense(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """[rows, *row_shape] from arrays of that form."""
@@ -400,37 +413,36 @@ class Assembly:
         return values, shape
 
     @cached_property
-    def _row_indices(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """For every array that is read: (array, its rows, their places in the result)."""
-        arrays, starts, stops = torch.tensor(self._runs).unbind(1)
+    def _row_indices(self) -> list[_Moves]:
+        """For every array that is read: its rows, and their places in the result."""
+        arrays, starts, stops = np.array(self._runs, dtype=np.int64).T
         counts = stops - starts
-        places = counts.cumsum(0) - counts
-        indices = []
+        places = counts.cumsum() - counts
+        moves = []
         for array in dict.fromkeys(arrays.tolist()):
-            (runs,) = (arrays == array).nonzero(as_tuple=True)
-            source, target = (_count_on(each[runs], counts[runs]) for each in (starts, places))
-            indices.append((array, source, target))
-        return indices
+            runs = arrays == array
+            moves.append(_Moves(array, *(_count_on(each[runs], counts[runs]) for each in (starts, places))))
+        return moves
 
-    def _token_indices(
-        self, lengths: Sequence[torch.Tensor], offsets: torch.Tensor
-    ) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
+    def _token_indices(self, lengths: Sequence[torch.Tensor], offsets: torch.Tensor) -> list[_Moves]:
         key = tuple(map(id, lengths))
         if key not in self._tokens:
-            indices = []
+            places = offsets.numpy()
+            moves = []
             for array, source, target in self._row_indices:
-                counts = lengths[array].index_select(0, source).long()
-                starts = compute_offsets(lengths[array]).index_select(0, source)
-                places = offsets.index_select(0, target)
-                indices.append((array, _count_on(starts, counts), _count_on(places, counts)))
-            self._tokens[key] = offsets, indices
+                counts = lengths[array].numpy()[source].astype(np.int64)
+                starts = compute_offsets(lengths[array]).numpy()[source]
+                moves.append(_Moves(array, _count_on(starts, counts), _count_on(places[target], counts)))
+            self._tokens[key] = offsets, moves
         return self._tokens[key][1]
 
 
-def _count_on(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _count_on(starts: _Integers, counts: _Integers) -> _Integers:
     """For every run its start and the numbers after it, as many as it counts, one run after another."""
-    within = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return starts.repeat_interleave(counts) + within
+    ends = counts.cumsum()
+    within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
+    found: _Integers = np.repeat(starts, counts) + within
+    return found
 
 
 def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -439,11 +451,13 @@ def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(list(pieces), out=result)
 
 
-def _scatter(arrays: Sequence[torch.Tensor], indices: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    total = sum(len(target) for _, _, target in indices)
-    result = allocate_rows(total, arrays[indices[0][0]])
-    for array, source, target in indices:
-        result.index_copy_(0, target, arrays[array].index_select(0, source))
+def _scatter(arrays: Sequence[torch.Tensor], moves: Sequence[_Moves]) -> torch.Tensor:
+    total = sum(len(each.target) for each in moves)
+    result = allocate_rows(total, arrays[moves[0].array])
+    if len(moves) == 1:  # its places follow one another
+        return torch.index_select(arrays[moves[0].array], 0, torch.from_numpy(moves[0].source), out=result)
+    for array, source, target in moves:
+        result.index_copy_(0, torch.from_numpy(target), arrays[array].index_select(0, torch.from_numpy(source)))
     return result
 
 

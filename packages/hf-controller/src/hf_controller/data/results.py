@@ -180,22 +180,23 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
             f"column {show(name)} is a {type(value).__name__}; a batch has tensors only: "
             "encode text as a jagged uint8 column, and flatten nested TensorDicts"
         )
-    _check_storable(name, value)
-    value = value.detach()
     if not value.is_nested:
-        return value.cpu().resolve_conj().resolve_neg().contiguous(), None
+        _check_storable(name, value)
+        return value.detach().cpu().resolve_conj().resolve_neg().contiguous(), None
     if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
         raise BatchError(
             f"column {show(name)} is a nested tensor that is not jagged in dim 1: "
             "make it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
-    if value.lengths() is not None:
-        rows = value.unbind()
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        return torch.cat(rows).cpu(), lengths
-    offsets = value.offsets().cpu()
-    values = value.values()[int(offsets[0]) : int(offsets[-1])]
-    return values.cpu().contiguous(), offsets.diff().to(torch.int32)
+    jagged: Any = value  # torch answers for it in Python, call by call
+    packed = jagged.values().detach()
+    _check_storable(name, packed)
+    offsets, lengths = jagged.offsets().cpu(), jagged.lengths()
+    if lengths is not None:
+        bounds = zip(offsets.tolist(), lengths.tolist(), strict=False)
+        rows = [packed[start : start + length] for start, length in bounds]
+        return torch.cat([packed[:0], *rows]).cpu(), lengths.cpu().to(torch.int32)
+    return packed[int(offsets[0]) : int(offsets[-1])].cpu().contiguous(), offsets.diff().to(torch.int32)
 
 
 def _check_storable(name: str, value: torch.Tensor) -> None:
@@ -204,7 +205,7 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
 
     if value.is_meta:
         raise BatchError(f"column {show(name)} is on the device meta and has no values: compute it first")
-    if not value.is_nested and value.layout is not torch.strided:
+    if value.layout is not torch.strided:
         layout = str(value.layout).removeprefix("torch.")
         raise BatchError(f"column {show(name)} is {layout}: make it dense, with .to_dense()")
     if value.is_quantized:

@@ -152,9 +152,12 @@ def as_tensor(array: Any, dtype: str | None = None) -> torch.Tensor:
     """View a stored array as a tensor, without a copy. Its memory is shared: read it, never write into it."""
     import torch
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
+    if array.flags.writeable:
         tensor = torch.from_numpy(array)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            tensor = torch.from_numpy(array)
     return tensor if dtype is None else tensor.view(getattr(torch, dtype))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -15,9 +15,18 @@ from hf_protocols.validation import Checks, show
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Ragged", "read_candidates", "read_ids", "require_columns", "to_jagged"]
+__all__ = ["Places", "Ragged", "read_candidates", "read_ids", "require_columns", "to_jagged"]
 
 _check = Checks(BatchError)
+
+
+class Places(NamedTuple):
+    """Elements of a flat tensor as a padded one."""
+
+    indices: torch.Tensor
+    """int64 [b, width], 0 where the mask is False."""
+    mask: torch.Tensor
+    """bool [b, width]."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,7 @@ class Ragged:
 
     def row(self, index: int) -> torch.Tensor:
         """The elements of one row."""
-        start, length = self._bounds[index]
+        start, length = self.bounds[index]
         return self.values[start : start + length]
 
     def pad_right(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,28 +78,43 @@ class Ragged:
 
         A token's value may be a number or a tensor of its own, such as k log-probs.
         """
-        mask = torch.arange(width) < self.lengths[rows, None]
-        return self._gather(self.starts[rows, None] + torch.arange(width), mask), mask
+        places = self.places_right(rows, width)
+        return self.gather(places), places.mask
+
+    def places_right(self, rows: torch.Tensor, width: int) -> Places:
+        """Returns the places of `pad_right`, the same for columns of equal `alignment`."""
+        steps = torch.arange(width)
+        mask = steps < self.lengths[rows, None]
+        return Places((self.starts[rows, None] + steps).masked_fill_(~mask, 0), mask)
 
     def pad_left(self, rows: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [b] as a padded tensor [b, width], zeros before each row's start, and the mask of real elements."""
         shift = torch.arange(width) - (width - self.lengths[rows, None])
-        return self._gather(self.starts[rows, None] + shift, shift >= 0), shift >= 0
+        mask = shift >= 0
+        return self.gather(Places((self.starts[rows, None] + shift).masked_fill_(~mask, 0), mask)), mask
+
+    def gather(self, places: Places) -> torch.Tensor:
+        """The elements [b, width, ...] at these places, zeros where the mask is False."""
+        row_shape = self.values.shape[1:]
+        if not len(self.values):
+            return self.values.new_zeros(*places.mask.shape, *row_shape)
+        mask = places.mask.view(*places.mask.shape, *(1 for _ in row_shape))
+        return self.values[places.indices].masked_fill_(~mask, 0)
+
+    @property
+    def alignment(self) -> tuple[int, int]:
+        """Equal for columns whose rows lie alike, as long as both live: torch takes such columns for aligned, too."""
+        return id(self._stored_offsets), id(self.column.lengths())
 
     @cached_property
-    def _bounds(self) -> list[tuple[int, int]]:
+    def bounds(self) -> list[tuple[int, int]]:
+        """Start and length of every row."""
         return list(zip(self.starts.tolist(), self.lengths.tolist(), strict=True))
 
     @cached_property
     def _stored_offsets(self) -> torch.Tensor:
         offsets: torch.Tensor = self.column.offsets()
         return offsets
-
-    def _gather(self, index: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        row_shape = self.values.shape[1:]
-        if not len(self.values):
-            return self.values.new_zeros(*mask.shape, *row_shape)
-        return self.values[index.masked_fill(~mask, 0)].masked_fill(~mask.view(*mask.shape, *(1 for _ in row_shape)), 0)
 
 
 def to_jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

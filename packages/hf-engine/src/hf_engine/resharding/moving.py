@@ -36,8 +36,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def hold_training_weights(tensors: Iterable[torch.Tensor]) -> bool:
     """Returns True if training weights were moved into these generation tensors and are not back yet."""
-    keys = {tensor.untyped_storage()._cdata for tensor in tensors}
-    return any(mover.has_moved_into(keys) for mover in _MOVERS)
+    movers = [mover for mover in _MOVERS if mover.has_moved]
+    keys = {tensor.untyped_storage()._cdata for tensor in tensors} if movers else set()
+    return any(mover.has_moved_into(keys) for mover in movers)
 
 
 class ShardMover:
@@ -173,6 +174,11 @@ class ShardMover:
                 copy.copy_(_bytes_of(storage)[part])
             self._emptied.add(key)
             storage.resize_(0)
+
+    @property
+    def has_moved(self) -> bool:
+        """Returns True if an engine has the only copy of some training weights."""
+        return bool(self._lent or self._emptied)
 
     def has_moved_into(self, keys: Set[int]) -> bool:
         """Returns True if any of these storages holds the only copy of training weights, and an engine has it."""

@@ -54,9 +54,11 @@ def agree_on_micro_batches(
         digest = sequences.digest() if replicas else 0
     if not agreement.is_alike:
         _refuse_other_arguments(given, group)
-    agreed = torch.tensor([len(micro_batches), *_by_replica(digest, replicas or (), group)], device=device)
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    num_micro_batches, *digests = agreed.tolist()
+    num_micro_batches, *digests = len(micro_batches), *_by_replica(digest, replicas or (), group)
+    if dist.get_world_size(group) > 1:
+        agreed = torch.tensor([num_micro_batches, *digests], device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
+        num_micro_batches, *digests = agreed.tolist()
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
         _refuse_other_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 import torch
 
-from hf_engine.backends.jagged import Ragged, read_candidates, read_ids, require_columns, to_jagged
+from hf_engine.backends.jagged import Places, Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
 from hf_protocols.errors import BatchError
@@ -185,8 +186,10 @@ class SequenceBatch:
             BatchError: for a column that is not a tensor, or nested in another layout than the jagged one.
         """
         columns: dict[str, torch.Tensor] = {}
+        places: dict[tuple[int, int], Places] = {}
         for name, column in self._batch.items():
-            if not isinstance(column, torch.Tensor) or (column.is_nested and column.layout != torch.jagged):
+            is_nested = isinstance(column, torch.Tensor) and column.is_nested
+            if not isinstance(column, torch.Tensor) or (is_nested and column.layout != torch.jagged):
                 what = f"a {type(column).__name__}"
                 if isinstance(column, torch.Tensor):
                     what = f"nested in layout {column.layout}"
@@ -194,10 +197,12 @@ class SequenceBatch:
                     f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
                     "(torch.nested.nested_tensor(rows, layout=torch.jagged)); leave it out, or give one of these"
                 )
-            if column.is_nested:
+            if is_nested:
                 ragged = Ragged(column)
-                width = max(1, int(ragged.lengths[micro_batch.rows].max()))
-                columns[name] = ragged.pad_right(micro_batch.rows, width)[0]
+                if ragged.alignment not in places:
+                    width = max(1, int(ragged.lengths[micro_batch.rows].max()))
+                    places[ragged.alignment] = ragged.places_right(micro_batch.rows, width)
+                columns[name] = ragged.gather(places[ragged.alignment])
             else:
                 columns[name] = column[micro_batch.rows]
         return columns | {"response_mask": columns.get("response_mask", micro_batch.response_mask).bool()}
@@ -221,9 +226,10 @@ class SequenceBatch:
     @cached_property
     def _groups(self) -> list[list[int]]:
         """Rows with equal prompts together, in the order of their first ones."""
-        groups: dict[bytes, list[int]] = {}
-        for row in range(len(self._prompts.lengths)):
-            groups.setdefault(self._prompts.row(row).numpy().tobytes(), []).append(row)
+        groups: dict[tuple[int, ...], list[int]] = {}
+        values = self._prompts.values.tolist()
+        for row, (start, length) in enumerate(self._prompts.bounds):
+            groups.setdefault(tuple(values[start : start + length]), []).append(row)
         return list(groups.values())
 
     def _pad(self, rows: torch.Tensor) -> MicroBatch:
@@ -243,28 +249,31 @@ class SequenceBatch:
         rows = torch.tensor([row for pack in packs for row in pack])
         prompts, responses, candidates = self._prompts, self._responses, self._candidates
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
-        lines, branches, starts = [], [], []
-        read = (responses.lengths - 1).clamp(min=0)
-        width = max(int(prompts.lengths[pack[0]] + read[list(pack)].sum()) for pack in packs)
-        for number, pack in enumerate(packs):
-            parts = [prompts.row(pack[0]), *(responses.row(row)[:-1] for row in pack)]
-            lengths = torch.tensor([len(part) for part in parts])
-            first = number * width + lengths.cumsum(0)
-            starts.append(torch.stack([first[:1].expand(len(pack)) - 1, first[:-1]], dim=1))
-            line = torch.cat(parts).long()
-            lines.append(torch.nn.functional.pad(line, (0, width - len(line))))
-            branch = torch.arange(len(parts)).repeat_interleave(lengths)
-            branches.append(torch.nn.functional.pad(branch, (0, width - len(line)), value=-1))
-        joined = torch.stack(branches)
+        read = [max(0, length - 1) for _, length in responses.bounds]
+        lengths = [[prompts.bounds[pack[0]][1], *(read[row] for row in pack)] for pack in packs]
+        width = max(map(sum, lengths))
+        padding = torch.zeros(width, dtype=torch.int64)
+        parts: list[torch.Tensor] = []
+        branches: list[int] = []
+        counts: list[int] = []
+        starts: list[tuple[int, int]] = []
+        for number, (pack, each) in enumerate(zip(packs, lengths, strict=True)):
+            short = width - sum(each)
+            parts += [prompts.row(pack[0]), *(responses.row(row)[: read[row]] for row in pack), padding[:short]]
+            branches += [*range(len(each)), -1]
+            counts += [*each, short]
+            firsts = [number * width + first for first in accumulate(each[:-1])]
+            starts += [(firsts[0] - 1, first) for first in firsts]
+        joined = torch.tensor(branches).repeat_interleave(torch.tensor(counts)).view(len(packs), width)
         return TreeMicroBatch(
             rows=rows,
             candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
-            input_ids=torch.stack(lines),
+            input_ids=torch.cat(parts).long().view(len(packs), width),
             attention_mask=joined >= 0,
             response_mask=response_mask,
             branches=joined,
             responses=response_ids.long(),
-            starts=torch.cat(starts),
+            starts=torch.tensor(starts),
         )
 
 

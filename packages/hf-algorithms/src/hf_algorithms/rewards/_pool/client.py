@@ -59,8 +59,8 @@ class RewardPool:
             hosts.close()
             os.close(read_end)
         self._connection = Connection(own.detach())
-        self._end = weakref.finalize(self, _end, self._process, self._connection, write_end)
-        self._was_stopped = False
+        self._watch = _HostWatch(self._process.pid)
+        self._end = weakref.finalize(self, _end, self._process, self._connection, write_end, self._watch)
         self._send(Setup(list(loaders), num_processes))
 
     def run(self, batches: Sequence[Calls]) -> list[list[Outcome | None]]:
@@ -72,7 +72,7 @@ class RewardPool:
             RewardError: if the host is gone, or a signal such as SIGSTOP holds it.
         """
         found: list[list[Outcome | None]] = [[None] * len(calls.payloads) for calls in batches]
-        with self._watched():
+        with self._watch.waiting():
             self._send(list(batches))
             try:
                 settled = pickle.loads(self._connection.recv_bytes())
@@ -93,30 +93,10 @@ class RewardPool:
         except OSError as error:
             raise self._describe_loss() from error
 
-    @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Ends a host that is stopped during the block, which would wait for it without end."""
-        is_over = threading.Event()
-
-        def watch() -> None:
-            looks = 0
-            while not is_over.wait(_LOOK_S):
-                looks = looks + 1 if _is_stopped(self._process.pid) else 0
-                if looks == _MOST_LOOKS:
-                    self._was_stopped = True
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(self._process.pid, signal.SIGKILL)
-
-        threading.Thread(target=watch, name="reward-host", daemon=True).start()
-        try:
-            yield
-        finally:
-            is_over.set()
-
     def _describe_loss(self) -> RewardError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        if self._was_stopped:
+        if self._watch.has_ended_it:
             return RewardError(
                 "the processes of the reward functions do not answer: a signal such as SIGSTOP held their host, "
                 f"process {self._process.pid}, for {_MOST_LOOKS * _LOOK_S:g} s. It was ended; --resume goes on"
@@ -127,6 +107,55 @@ class RewardPool:
         )
 
 
+class _HostWatch:
+    """Ends a host that is stopped while the pool waits for it, which would last without end.
+
+    Its thread starts with the first wait, and stays: starting one takes a millisecond next to busy cores.
+
+    Args:
+        pid: of the host, the leader of its process group.
+
+    Attributes:
+        has_ended_it: whether it has.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.has_ended_it = False
+        self._pid = pid
+        self._is_over = threading.Event()
+        self._num_waits = 0
+        self._is_waiting = False
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Looks after the host during the block."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._look, name="reward-host", daemon=True)
+            self._thread.start()
+        self._num_waits += 1
+        self._is_waiting = True
+        try:
+            yield
+        finally:
+            self._is_waiting = False
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._is_over.set()
+
+    def _look(self) -> None:
+        looks, wait = 0, 0
+        while not self._is_over.wait(_LOOK_S):
+            is_same, wait = wait == self._num_waits, self._num_waits
+            is_stopped = self._is_waiting and _is_stopped(self._pid)
+            looks = (looks + 1 if is_same else 1) if is_stopped else 0
+            if looks == _MOST_LOOKS:
+                self.has_ended_it = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._pid, signal.SIGKILL)
+
+
 def _is_stopped(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
@@ -134,7 +163,8 @@ def _is_stopped(pid: int) -> bool:
         return False
 
 
-def _end(process: subprocess.Popen[bytes], connection: Connection, life: int) -> None:
+def _end(process: subprocess.Popen[bytes], connection: Connection, life: int, watch: _HostWatch) -> None:
+    watch.close()
     os.close(life)
     connection.close()
     try:

@@ -189,10 +189,11 @@ class TransformersBackend:
         """
         parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
         for name, tensor in weights.items():
-            given, wanted = _describe(tensor), _describe(self._buffers.get(name))
-            if given != wanted:
+            known = self._buffers.get(name)
+            if _facts(tensor) is None or _facts(tensor) != _facts(known):
                 raise ReshardError(
-                    f"{show(name)} is {given}, the model's is {wanted}: give one like weight_buffers()'s"
+                    f"{show(name)} is {_describe(tensor)}, the model's is {_describe(known)}: give one like "
+                    "weight_buffers()'s"
                 )
             parts[self._parameter_of[name]][name] = tensor
         used = {name: stack_of(self._own[name], self._views[name], each) for name, each in parts.items()}
@@ -311,6 +312,13 @@ def _cache_bytes_per_token(model: Any) -> int:
 def _key_width(layer: Any) -> int:
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     return int(heads * (getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads))
+
+
+def _facts(tensor: object) -> tuple[object, ...] | None:
+    """None of what is not a tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _describe(tensor: object) -> str:
