@@ -10,7 +10,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 # Three parts are tested at a time, the longest first: clusters and ranks wait more than they compute.
-PARTS := integration-tests hf-engine hf-controller hf-algorithms hf-mapper hf-protocols
+PARTS := hf-engine integration-a-f integration-g-z hf-controller hf-algorithms hf-mapper hf-protocols
+# The tests of all packages together, by the first letter of their files: as one process they would end last, alone.
+integration-a-f := $(wildcard integration-tests/tests/test_[a-f]*.py)
+integration-g-z := $(wildcard integration-tests/tests/test_[g-z]*.py)
 SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_gsm8k_page.py
@@ -49,8 +52,8 @@ test-slow: env ## run the tests that take minutes or many processes
 	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
 		SELECT='-m "slow and not gpu and not vllm and not sglang and not matrix" --timeout 900 $(LEARNING:%=--ignore %)'
 
-$(PARTS:%=test-%): test-%: env # one package's tests, or those of all packages together
-	@$(call named,$*,$(BIN)/pytest $(wildcard packages/$* $*) $(SELECT) $(DURATIONS))
+$(sort $(PARTS:%=test-%) test-integration-tests): test-%: env # one package's tests, or those of all packages together
+	@$(call named,$*,$(BIN)/pytest $(or $($*),$(wildcard packages/$* $*)) $(SELECT) $(DURATIONS))
 
 test-learning: env
 	@$(call named,learning,$(BIN)/pytest $(LEARNING) -m "slow and not matrix" --timeout 900 $(DURATIONS))

@@ -117,5 +117,33 @@ def test_the_store_of_this_machine_is_the_one_of_the_run(
         assert describe_store(other, plan, inputs, is_here=True) == []
 
 
+def test_an_evaluation_set_above_the_store_is_named(
+    small_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = (("first", 1, 2), ("sums", 64, 10))
+    text = small_config.read_text()
+    for name, samples, tokens in sets:
+        text += (
+            f'\n[[evaluation]]\nname = "{name}"\ndata = "{tmp_path}/sums.jsonl"\nsamples = {samples}\nrows = 40\n'
+            f"max_new_tokens = {tokens}\ntemperature = 1.0\n"
+        )
+    path = tmp_path / "with_sets.toml"
+    path.write_text(text)
+    config = load_config(path, ["run.executor=ray", "warm_start.max_steps=0"])
+    inputs, plan = check_run(config, tmp_path / "model")
+    found = estimate_batch_bytes(config, plan, inputs)
+    # Two calls of 8 rows with 64 samples: response_ids, response_mask and rollout_logprobs of each token.
+    token_bytes = 2 * 8 * 64 * 10 * (8 + 1 + 4)
+    assert token_bytes < found["evaluation[1]"] < 1.5 * token_bytes
+    assert found["evaluation[0]"] < found["evaluation[1]"]
+    monkeypatch.setattr(store_room, "choose_store_bytes", lambda given, key: 1)
+    monkeypatch.setattr(store_room, "estimate_batch_bytes", lambda *given: {**found, "evaluation[1]": 1 << 40})
+    (line,) = describe_store(config, plan, inputs, is_here=True)
+    assert line.startswith("evaluation[1].max_new_tokens = 10, evaluation[1].samples = 64: the batches take up to")
+    assert line.endswith("or lower evaluation[1].max_new_tokens")
+
+
 def refuse(config: Any, plan: Any) -> Any:
     raise ConfigError("nothing starts")

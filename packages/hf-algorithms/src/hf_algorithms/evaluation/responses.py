@@ -25,6 +25,7 @@ __all__ = [
     "build_sampling_of",
     "check_room",
     "draw_responses",
+    "list_draws",
     "name_metrics",
 ]
 
@@ -147,13 +148,12 @@ def draw_responses(
     """
     from hf_algorithms.jagged import list_rows
 
-    least = least_rows(group, "generate_sequences")
-    size = max(least, _MOST_SAMPLES // sampling.n, 1)
-    for start in range(0, len(data), size):
-        indices = list(range(start, min(start + size, len(data))))
+    start = 0
+    for num_rows in list_draws(group, len(data), sampling):
+        indices = list(range(start, min(start + num_rows, len(data))))
+        start += num_rows
         prompts = data.prompts(indices)
-        # Every rank that generates needs a row: some are generated from twice.
-        repeated = [row % len(indices) for row in range(max(least, len(indices)))]
+        repeated = [row % len(indices) for row in range(num_rows)]
         batch = executor.put(prompts).rows(repeated)
         found = group.generate_sequences(batch, sampling).select(["response_ids", "finish_reason"])
         columns = found.rows(range(len(indices) * sampling.n)).result()
@@ -166,6 +166,16 @@ def draw_responses(
             for number, (text, reason, each) in enumerate(zip(texts, reasons, ids, strict=True))
         ]
         yield indices, [responses[row * sampling.n : (row + 1) * sampling.n] for row in range(len(indices))]
+
+
+def list_draws(group: WorkerGroup, num_rows: int, sampling: SamplingParams) -> list[int]:
+    """Returns the rows of each call that `draw_responses` makes for a data set of `num_rows` rows.
+
+    Every rank that generates needs a row: from some of the last ones it generates twice.
+    """
+    least = least_rows(group, "generate_sequences")
+    size = max(least, _MOST_SAMPLES // sampling.n, 1)
+    return [max(least, min(size, num_rows - start)) for start in range(0, num_rows, size)]
 
 
 def name_metrics(functions: Sequence[str], *, key: str) -> dict[str, str]:

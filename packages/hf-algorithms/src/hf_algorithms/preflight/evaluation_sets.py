@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, open_rows
-from hf_algorithms.evaluation.responses import check_room, name_metrics
+from hf_algorithms.evaluation.responses import build_sampling_of, check_room, name_metrics
 from hf_algorithms.preflight.reward_functions import check_metric
 from hf_protocols import DataError
 from hf_protocols.validation import show
@@ -15,6 +15,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_algorithms.config import Config, EvaluationConfig
     from hf_algorithms.models.initial_model import InitialModel
+    from hf_engine import SamplingParams
 
 __all__ = ["EvaluationInputs", "check_evaluations", "load_evaluation_rows", "tokenize_evaluations"]
 
@@ -28,6 +29,18 @@ class EvaluationInputs:
     max_new_tokens: int
     functions: Sequence[str]
     """Metric functions that score its responses."""
+
+    def build_sampling(self, config: Config, *, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """Returns how its responses are drawn in a run of `config`. They end at any of `stop_ids`."""
+        return build_sampling_of(
+            samples=self.config.samples,
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            max_new_tokens=self.max_new_tokens,
+            seed=config.run.seed,
+            stop_ids=stop_ids,
+            stop_strings=config.rollout.stop,
+        )
 
 
 def load_evaluation_rows(config: Config) -> dict[str, PromptRows]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from heapq import nlargest
+from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, TextBlocks
-from hf_algorithms.preflight.walk import Phase, walk_results
+from hf_algorithms.preflight.walk import walk_results
 from hf_controller import choose_store_bytes
 from hf_protocols.columns import find_column_size
 
@@ -36,7 +37,7 @@ _CANDIDATES = ("candidate_ids", "teacher_candidate_logprobs")
 _NUM_SAMPLED = 256
 """Rows of a data set whose texts are measured."""
 
-_SIZES: dict[Phase, tuple[str, ...]] = {
+_SIZES = {
     "warm start": ("warm_start.batch_size",),
     "iterations": ("rollout.batch_size", "rollout.samples_per_prompt", "rollout.max_new_tokens"),
     "evaluation": ("data.max_eval_rows", "rollout.max_new_tokens"),
@@ -68,26 +69,31 @@ def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_h
     least = math.ceil(found[phase] * 100 / _SPILL_PERCENT)
     if store_bytes >= least:
         return []
-    sizes = [f"{key} = {attrgetter(key)(config)}" for key in _SIZES[phase]]
+    if phase in _SIZES:
+        sizes = {key: attrgetter(key)(config) for key in _SIZES[phase]}
+    else:
+        given_set = next(each for number, each in enumerate(inputs.evaluations) if phase == _name_set(number))
+        sizes = {f"{phase}.max_new_tokens": given_set.max_new_tokens, f"{phase}.samples": given_set.config.samples}
     line = (
-        f"{', '.join(sizes)}: the batches take up to {_show(found[phase])}, more than {_SPILL_PERCENT} % of the object "
-        f"store's {_show(store_bytes)}. Ray moves what exceeds that to files, which is slow. Raise {_KEY} to at "
-        f"least {least}, or lower {_SIZES[phase][0]}"
+        f"{', '.join(f'{key} = {size}' for key, size in sizes.items())}: the batches take up to {_show(found[phase])}, "
+        f"more than {_SPILL_PERCENT} % of the object store's {_show(store_bytes)}. Ray moves what exceeds that to "
+        f"files, which is slow. Raise {_KEY} to at least {least}, or lower {next(iter(sizes))}"
     )
     return [line]
 
 
-def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -> dict[Phase, int]:
-    """Returns the bytes that the batches of each phase take at most in the object store.
+def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -> dict[str, int]:
+    """Returns the bytes that the batches of each phase take at most in the object store, and of each evaluation set.
 
     Each response has the greatest length, and no batch is freed before the phase ends. Texts are as long as in the
     data set's first rows. A column that no shipped worker returns has 4 bytes for each response token.
     """
-    sets = (inputs.train, inputs.validation, inputs.test)
+    sets = (inputs.train, inputs.validation, inputs.test, *(each.data for each in inputs.evaluations))
     text_bytes = {data.source: _measure_texts(data) for data in sets}
     blocks = inputs.pretraining.block_tokens if isinstance(inputs.pretraining, TextBlocks) else 0
     candidates = getattr(config.algorithm, "top_k", 1)
-    found: dict[Phase, int] = {}
+    found: dict[str, int] = {}
+    set_names = map(_name_set, count())
     for phase, tokens, results in walk_results(config, plan, inputs):
         num_bytes = 0.0
         for result in results:
@@ -106,8 +112,14 @@ def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -
                     num_bytes += size.row_bytes * result.num_rows + size.response_token_bytes * response_tokens
                     if size.prompt_token_bytes:
                         num_bytes += size.prompt_token_bytes * _sum_longest(tokens.prompts, result.num_rows)
-        found[phase] = max(found.get(phase, 0), math.ceil(num_bytes))
+        name = next(set_names) if phase == "sets" else phase
+        found[name] = max(found.get(name, 0), math.ceil(num_bytes))
     return found
+
+
+def _name_set(number: int) -> str:
+    """The key of a set, as other messages name it."""
+    return f"evaluation[{number}]"
 
 
 def _sum_longest(lengths: Sequence[int], num_rows: int) -> int:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
+from hf_algorithms.evaluation.responses import list_draws
 from hf_algorithms.evaluation.validation import request_divergence, request_evaluation
 from hf_algorithms.preflight.row_limits import RowTokens
 from hf_algorithms.roles import Roles, least_rows
@@ -25,7 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Phase", "PlannedCall", "walk_calls", "walk_results"]
 
-Phase = Literal["warm start", "iterations", "evaluation", "divergence"]
+Phase = Literal["warm start", "iterations", "evaluation", "divergence", "sets"]
+"""`sets` are those of `[[evaluation]]`."""
+
+
+_PlannedPhase = tuple[Phase, RowTokens, Callable[[], Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +56,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
     """
     found = []
-    for phase, tokens, roles, calls, _ in _walk(config, plan, inputs):
+    for phase, tokens, roles, calls, _ in _walk(config, plan, inputs, _list_phases):
         check_calls_outputs(calls, {each.name: each.load_worker() for each in config.recipe.roles})
         found += [
             PlannedCall(
@@ -71,22 +76,25 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
 def walk_results(
     config: Config, plan: MappingPlan, inputs: RunInputs
 ) -> Iterator[tuple[Phase, RowTokens, list[TracedResult]]]:
-    """Yields the phases of `walk_calls`, with the rows that each reads and the batches that it stores.
+    """Yields the phases of `walk_calls`, with the rows that each reads and the batches that it stores; and the sets.
+
+    Of a set of `[[evaluation]]` those are there at once that hold the responses of two calls.
 
     Raises:
         HybridFlowError: as `walk_calls` does.
     """
-    for phase, tokens, _, _, results in _walk(config, plan, inputs):
-        yield phase, tokens, results
+    for list_phases in (_list_phases, _list_sets):
+        for phase, tokens, _, _, results in _walk(config, plan, inputs, list_phases):
+            yield phase, tokens, results
 
 
 def _walk(
-    config: Config, plan: MappingPlan, inputs: RunInputs
+    config: Config, plan: MappingPlan, inputs: RunInputs, list_phases: Callable[..., Iterator[_PlannedPhase]]
 ) -> Iterator[tuple[Phase, RowTokens, Roles, list[TracedCall], list[TracedResult]]]:
     executor = TracingExecutor()
     roles = build_roles(executor, config, plan, inputs, ())
     num_calls = num_results = 0
-    for phase, tokens, make_calls in _list_phases(executor, roles, config, inputs):
+    for phase, tokens, make_calls in list_phases(executor, roles, config, inputs):
         make_calls()
         yield phase, tokens, roles, executor.calls[num_calls:], executor.results[num_results:]
         num_calls, num_results = len(executor.calls), len(executor.results)
@@ -94,7 +102,7 @@ def _walk(
 
 def _list_phases(
     executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
-) -> Iterator[tuple[Phase, RowTokens, Callable[[], Any]]]:
+) -> Iterator[_PlannedPhase]:
     """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
     sampling = build_sampling(config, stop_ids=inputs.stop_ids, step=0)
     limit = sampling.max_new_tokens
@@ -114,6 +122,20 @@ def _list_phases(
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_evaluation, roles, prompts(len(tokens.prompts)), sampling)
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
+
+
+def _list_sets(
+    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
+) -> Iterator[_PlannedPhase]:
+    """Yields the generation of each set of `[[evaluation]]`, as `_list_phases` does of a run's other calls."""
+    for each in inputs.evaluations:
+        group, sampling = roles.having("generate_sequences"), each.build_sampling(config, stop_ids=inputs.stop_ids)
+
+        def generate(data: PromptDataset = each.data, group: Any = group, sampling: Any = sampling) -> None:
+            for num_rows in list_draws(group, len(data), sampling)[:2]:
+                group.generate_sequences(executor.put_columns(PROMPT_COLUMNS, num_rows), sampling)
+
+        yield "sets", _generated(each.data, each.max_new_tokens), generate
 
 
 def _generated(data: PromptDataset, limit: int) -> RowTokens:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.evaluation.responses import ResponseScorer, build_sampling_of, name_metrics
+from hf_algorithms.evaluation.responses import ResponseScorer, name_metrics
 from hf_algorithms.evaluation.sets import evaluate_set
 
 if TYPE_CHECKING:
@@ -49,22 +49,13 @@ class RunEvaluations:
         for each in self.inputs.evaluations:
             if not is_last and iteration % (each.config.every or self.config.run.eval_every):
                 continue
-            sampling = build_sampling_of(
-                samples=each.config.samples,
-                temperature=each.config.temperature,
-                top_p=each.config.top_p,
-                max_new_tokens=each.max_new_tokens,
-                seed=self.config.run.seed,
-                stop_ids=self.inputs.stop_ids,
-                stop_strings=self.config.rollout.stop,
-            )
             result = evaluate_set(
                 each.config.name,
                 each.data,
                 executor=self.executor,
                 group=self.roles.having("generate_sequences"),
                 turns=self.inputs.turns,
-                sampling=sampling,
+                sampling=each.build_sampling(self.config, stop_ids=self.inputs.stop_ids),
                 scorer=self._find_scorer(each),
                 keep=samples.extend,
             )
