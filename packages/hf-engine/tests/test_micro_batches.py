@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
+from hf_engine.training.shared_prompts import PromptSharing
 from hf_protocols import BatchError
 
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=12)
@@ -155,6 +156,20 @@ def test_prompts_end_and_responses_start_at_one_column():
     assert micro_batch.response_mask[by_row[2]].tolist() == [True, True, False]
     predicted = micro_batch.input_ids.flatten()[micro_batch.predicting_positions + 1]
     assert predicted.tolist() == micro_batch.response_ids[micro_batch.response_mask].tolist()
+
+
+def test_rows_that_may_share_prompts_end_before_the_last_column():
+    (whole,) = SequenceBatch(batch_of_three()).micro_batches(100)
+    sequences = SequenceBatch(batch_of_three())
+    sequences.sharing = PromptSharing(pair_work=0.01, pair_memory=0.01)
+    (cut,) = sequences.micro_batches(100)
+    assert cut.input_ids.tolist() == whole.input_ids[:, :-1].tolist()
+    assert cut.attention_mask.tolist() == whole.attention_mask[:, :-1].tolist()
+    assert cut.response_ids.tolist() == whole.response_ids.tolist()
+    rows, width = cut.predicting_positions // cut.input_ids.shape[1], whole.input_ids.shape[1]
+    assert (cut.predicting_positions + rows).tolist() == whole.predicting_positions.tolist()
+    assert int(whole.predicting_positions.max()) % width == width - 2
+    assert (whole.num_saved, cut.num_saved) == (0, 1)
 
 
 def test_a_loss_sees_padded_columns_and_results_keep_their_order():

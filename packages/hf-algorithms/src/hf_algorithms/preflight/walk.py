@@ -100,9 +100,7 @@ def _walk(
         num_calls, num_results = len(executor.calls), len(executor.results)
 
 
-def _list_phases(
-    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
-) -> Iterator[_PlannedPhase]:
+def _list_phases(executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs) -> Iterator[_PlannedPhase]:
     """Yields each phase: its name, the rows that it reads, and a function that makes its calls."""
     sampling = build_sampling(config, stop_ids=inputs.stop_ids, step=0)
     limit = sampling.max_new_tokens
@@ -124,9 +122,7 @@ def _list_phases(
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
 
 
-def _list_sets(
-    executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs
-) -> Iterator[_PlannedPhase]:
+def _list_sets(executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs) -> Iterator[_PlannedPhase]:
     """Yields the generation of each set of `[[evaluation]]`, as `_list_phases` does of a run's other calls."""
     for each in inputs.evaluations:
         group, sampling = roles.having("generate_sequences"), each.build_sampling(config, stop_ids=inputs.stop_ids)

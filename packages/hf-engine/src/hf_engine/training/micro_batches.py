@@ -25,40 +25,42 @@ __all__ = ["MicroBatch", "SequenceBatch", "TreeMicroBatch", "measure_work", "pla
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Padded inputs of one forward pass: prompts end, and responses start, at the same column in every row."""
+    """Padded inputs of one forward pass: prompts end, and responses start, at the same column in every row.
+
+    The last column may be left out: nothing is predicted from it.
+    """
 
     rows: torch.Tensor
     """int64 [b], rows of the batch; empty for a dummy, whose result is thrown away."""
     input_ids: torch.Tensor
-    """int64 [b, P + T], prompts padded on the left, responses on the right."""
+    """int64 [b, P + T] or [b, P + T - 1], prompts padded on the left, responses on the right."""
     attention_mask: torch.Tensor
-    """bool [b, P + T]."""
+    """bool, of the shape of `input_ids`."""
+    prompt_width: int
+    """P, columns before the responses; of packed rows the tokens of the longest prompt."""
+    response_ids: torch.Tensor
+    """int64 [b, T], padded on the right."""
     response_mask: torch.Tensor
     """bool [b, T], True on response tokens and False on their padding, independent of `response_mask`."""
     candidate_ids: torch.Tensor | None = None
     """int64 [b, T, k], further tokens whose log-probs are requested; None in a dummy."""
 
     @property
-    def response_ids(self) -> torch.Tensor:
-        """int64 [b, T]."""
-        return self.input_ids[:, -self.response_mask.shape[1] :]
-
-    @property
     def position_ids(self) -> torch.Tensor:
-        """int64 [b, P + T], counted from each row's first real token."""
+        """int64, of the shape of `input_ids`, counted from each row's first real token."""
         return (self.attention_mask.cumsum(-1) - 1).clamp(min=0)
 
     @property
     def predicting_positions(self) -> torch.Tensor:
         """int64 [n], of the flattened `input_ids`: whose logits predict the response tokens, row by row."""
-        width, num_tokens = self.input_ids.shape[1], self.response_mask.shape[1]
         rows, columns = self.response_mask.nonzero(as_tuple=True)
-        return rows * width + columns + width - num_tokens - 1
+        return rows * self.input_ids.shape[1] + self.prompt_width - 1 + columns
 
     @property
     def num_saved(self) -> int:
-        """Tokens that rows apart would have computed, and these did not."""
-        return 0
+        """Tokens of prompts and responses that are not computed: here those of a last column that was left out."""
+        is_whole = self.input_ids.shape[1] == self.prompt_width + self.response_mask.shape[1]
+        return 0 if is_whole else int(self.response_mask[:, -1].sum())
 
     @classmethod
     def dummy(cls) -> MicroBatch:
@@ -68,6 +70,8 @@ class MicroBatch:
             rows=torch.empty(0, dtype=torch.int64),
             input_ids=torch.zeros(1, 2, dtype=torch.int64),
             attention_mask=ones,
+            prompt_width=1,
+            response_ids=torch.zeros(1, 1, dtype=torch.int64),
             response_mask=ones[:, 1:],
         )
 
@@ -82,15 +86,8 @@ class TreeMicroBatch(MicroBatch):
 
     branches: torch.Tensor
     """int64 [p, L], 0 for the prompt of a packed row, k for the k-th response to it, -1 for padding."""
-    responses: torch.Tensor
-    """int64 [b, T], ids of the responses, padded on the right."""
     starts: torch.Tensor
     """int64 [b, 2], of the flattened inputs: the last token of a response's prompt, and its own first token."""
-
-    @property
-    def response_ids(self) -> torch.Tensor:
-        """int64 [b, T]."""
-        return self.responses
 
     @property
     def position_ids(self) -> torch.Tensor:
@@ -111,7 +108,7 @@ class TreeMicroBatch(MicroBatch):
 
     @property
     def num_saved(self) -> int:
-        """Tokens that rows apart would have computed: the prompt again, and last tokens."""
+        """As of rows apart: the prompt again for each response after the first, and all last tokens."""
         responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
         prompts = ((responses - 1) * (self.branches == 0).sum(1)).sum()
         return int(prompts + self.response_mask.any(1).sum())
@@ -237,11 +234,15 @@ class SequenceBatch:
         prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
         candidates = self._candidates
+        # Where packed rows, which lack it, compute the same, rows apart do without the last column, too.
+        read = response_mask.shape[1] - (self.sharing is not None)
         return MicroBatch(
             rows=rows,
             candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
-            input_ids=torch.cat([prompt_ids, response_ids], dim=1),
-            attention_mask=torch.cat([prompt_mask, response_mask], dim=1),
+            input_ids=torch.cat([prompt_ids, response_ids[:, :read]], dim=1),
+            attention_mask=torch.cat([prompt_mask, response_mask[:, :read]], dim=1),
+            prompt_width=prompt_ids.shape[1],
+            response_ids=response_ids.long(),
             response_mask=response_mask,
         )
 
@@ -272,7 +273,8 @@ class SequenceBatch:
             attention_mask=joined >= 0,
             response_mask=response_mask,
             branches=joined,
-            responses=response_ids.long(),
+            prompt_width=max(each[0] for each in lengths),
+            response_ids=response_ids.long(),
             starts=torch.tensor(starts),
         )
 
@@ -294,7 +296,7 @@ def _check_mask(column: object, lengths: torch.Tensor) -> None:
 
 
 def measure_work(micro_batches: Sequence[MicroBatch]) -> dict[str, tuple[float, float]]:
-    """Shares of padding in what is computed, and of saved tokens in what rows apart have, as metrics."""
+    """Shares of padding in what is computed, and of saved tokens in what whole rows apart have, as metrics."""
     real = [each for each in micro_batches if len(each.rows)]
     tokens = sum(int(each.attention_mask.sum()) for each in real)
     saved = sum(each.num_saved for each in real)

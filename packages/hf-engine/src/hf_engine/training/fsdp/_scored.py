@@ -87,11 +87,13 @@ class ScoredBatch(SequenceBatch):
     def _pad_sides(self, rows: torch.Tensor) -> MicroBatch:
         width = max(2, max(int(side.lengths[rows].max()) for side in self._sides))
         padded = [side.pad_right(rows, width) for side in self._sides]
-        mask = torch.cat([each for _, each in padded])
+        ids, mask = torch.cat([each.long() for each, _ in padded]), torch.cat([each for _, each in padded])
         return MicroBatch(
             rows=rows,
-            input_ids=torch.cat([ids.long() for ids, _ in padded]),
+            input_ids=ids,
             attention_mask=mask,
+            prompt_width=1,
+            response_ids=ids[:, 1:],
             response_mask=mask[:, 1:],
         )
 

@@ -149,9 +149,9 @@ class DecoderInputs:
 
     def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
         """[b, T, h], the states [S, b, h] at the columns that predict the response tokens."""
-        width, num_tokens = self.micro_batch.input_ids.shape[1], self.micro_batch.response_mask.shape[1]
-        last_of_prompt = width - num_tokens - self._left_padding - 1
-        columns = (last_of_prompt[:, None] + torch.arange(num_tokens)).to(hidden.device)
+        last_of_prompt = self.micro_batch.prompt_width - self._left_padding - 1
+        steps = torch.arange(self.micro_batch.response_mask.shape[1])
+        columns = (last_of_prompt[:, None] + steps).to(hidden.device)
         return hidden.transpose(0, 1).gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
 
     @property
@@ -161,5 +161,5 @@ class DecoderInputs:
     @property
     def _left_padding(self) -> torch.Tensor:
         """int64 [b], columns before each row's prompt."""
-        mask = self.micro_batch.attention_mask[:, : -self.micro_batch.response_mask.shape[1]]
+        mask = self.micro_batch.attention_mask[:, : self.micro_batch.prompt_width]
         return mask.shape[1] - mask.sum(-1)
