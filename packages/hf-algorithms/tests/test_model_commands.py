@@ -213,6 +213,7 @@ GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
         ((*EVALUATE, "--metric", "exact_mach"), ConfigError, "does not name a function.*Did you mean exact_match"),
         ((*EVALUATE, "--metric", "own_metrics:odd"), ConfigError, "odd does not exist"),
         ((*EVALUATE, *EXACT, "--metric", "hf_algorithms.rewards:exact_match"), ConfigError, "same name 'exact_match'"),
+        ((*EVALUATE, *EXACT, *EXACT), ConfigError, "names .exact_match. twice. Name it once"),
         ((*EVALUATE, "--metric", "exact_match", "--output", "."), ConfigError, "^--output '.': is not empty"),
         ((*EVALUATE, "--metric", "own_metrics:silent"), RewardError, "'silent' scored none of the 3 rows"),
         ((*EVALUATE, *EXACT, "--prompt-field", "q"), DataError, "has no field 'q'; .* Correct --prompt-field"),

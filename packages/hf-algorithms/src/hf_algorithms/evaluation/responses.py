@@ -195,6 +195,8 @@ def name_metrics(functions: Sequence[str], *, key: str) -> dict[str, str]:
     names: dict[str, str] = {}
     for function in functions:
         name = FunctionConfig.of(function).name
+        if names.get(name) == function:
+            raise ConfigError(f"{key} names {show(hide_secrets(function))} twice. Name it once")
         if name in names:
             shown, other = (show(hide_secrets(each)) for each in (function, names[name]))
             raise ConfigError(f"{key} = {shown}: {other} has the same name {show(name)}. Rename one")
