@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARTS := hf-engine integration-a-f integration-g-z hf-controller hf-algorithms hf-mapper hf-protocols
 # The tests of all packages together, by the first letter of their files: as one process they would end last, alone.
 integration-a-f := $(wildcard integration-tests/tests/test_[a-f]*.py)
-integration-g-z := $(wildcard integration-tests/tests/test_[g-z]*.py)
+integration-g-z := $(filter-out $(integration-a-f),$(wildcard integration-tests/tests/test_*.py))
 SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_gsm8k_page.py

@@ -12,11 +12,14 @@ import pytest
 
 from hf_algorithms import train
 from hf_algorithms.config import load_config
+from hf_algorithms.evaluation.responses import list_draws
 from hf_algorithms.preflight import store_room
 from hf_algorithms.preflight.checks import check_run
 from hf_algorithms.preflight.store_room import describe_store, estimate_batch_bytes
 from hf_algorithms.run import loop
-from hf_controller import Executor
+from hf_algorithms.run.wiring import build_roles
+from hf_controller import Executor, TracingExecutor
+from hf_engine import SamplingParams
 from hf_protocols import ConfigError
 from small_runs import Outcome
 
@@ -141,8 +144,20 @@ def test_an_evaluation_set_above_the_store_is_named(
     monkeypatch.setattr(store_room, "choose_store_bytes", lambda given, key: 1)
     monkeypatch.setattr(store_room, "estimate_batch_bytes", lambda *given: {**found, "evaluation[1]": 1 << 40})
     (line,) = describe_store(config, plan, inputs, is_here=True)
-    assert line.startswith("evaluation[1].max_new_tokens = 10, evaluation[1].samples = 64: the batches take up to")
+    assert line.startswith("evaluation[1].max_new_tokens = 10: the batches take up to")
     assert line.endswith("or lower evaluation[1].max_new_tokens")
+
+
+@pytest.mark.parametrize("samples", [1, 3, 600])
+@pytest.mark.parametrize("num_rows", [1, 5, 513])
+def test_the_calls_of_a_set_have_every_row_once(num_rows: int, samples: int, small_config: Path, tmp_path: Path) -> None:
+    config = load_config(small_config, ["cluster.gpus_per_machine=1"])
+    inputs, plan = check_run(config, tmp_path / "model")
+    executor = TracingExecutor()
+    group = build_roles(executor, config, plan, inputs, ()).having("generate_sequences")
+    calls = list_draws(group, num_rows, SamplingParams(max_new_tokens=1, n=samples))
+    assert sum(calls) == num_rows and max(calls) * samples <= max(512, samples)
+    assert len(calls) == -(-num_rows // max(1, 512 // samples))
 
 
 def refuse(config: Any, plan: Any) -> Any:

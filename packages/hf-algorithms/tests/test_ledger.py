@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,22 @@ def test_samples_pass_through_generation_and_scoring(directory: RunDirectory) ->
         (1, 2, 1): ["planned", "generating", "generated", "trained"],
     }
     assert ledger.counts == count_ledger(directory.path / LEDGER)
+
+
+def test_the_last_line_of_an_iteration_takes_all_to_the_disk(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr("os.fsync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    ledger = Ledger(directory)
+    for iteration in (1, 2):
+        ledger.begin(iteration, 2)
+        ledger.plan(PROMPTS)
+        ledger.note_generated(put([(0, 7, 0, 0)]))
+        ledger.follow()
+        assert len(sizes) == iteration - 1
+        ledger.settle()
+        assert sizes[-1] == (directory.path / LEDGER).stat().st_size
 
 
 @pytest.mark.parametrize(("is_skipped", "state"), [(True, "dropped"), (False, "trained")])

@@ -179,8 +179,13 @@ def test_close_leaves_no_process(folder: Path) -> None:
     scoring.score(samples("a", "child"))
     started = [each for each in processes_of(os.getpid()) if each.pid not in before]
     assert len(started) >= 4  # the host, two processes, and what a function started
+    (watch,) = (each for each in threading.enumerate() if each.name == "reward-host")
+    scoring.score(samples("a"))
+    assert watch.is_alive()
     scoring.close()
     assert wait_for_end(started)
+    watch.join(10)
+    assert not watch.is_alive()
 
 
 @pytest.mark.parametrize("text", ["a", "a" * 1_000_000])  # a message that fits the pipe, and one that does not

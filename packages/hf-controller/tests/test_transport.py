@@ -82,6 +82,15 @@ def test_jagged_rows_with_holes_are_stored_without_them():
     assert store.get([shard.arrays], 1.0)[0][0].tolist() == [0, 1, 4, 5, 6]
 
 
+@pytest.mark.parametrize("lengths", [[3, 4], None], ids=["lengths", "offsets"])
+def test_jagged_rows_beyond_the_values_are_refused(lengths):
+    offsets = torch.tensor([0, 3, 5 if lengths else 7])
+    given = None if lengths is None else torch.tensor(lengths)
+    column = torch.nested.nested_tensor_from_jagged(torch.arange(5), offsets, given, min_seqlen=3, max_seqlen=4)
+    with pytest.raises(BatchError, match="column 'x' has rows of 7 elements together and values for 5"):
+        encode_batch(one_column(column), LocalStore())
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [

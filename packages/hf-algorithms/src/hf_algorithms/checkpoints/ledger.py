@@ -179,7 +179,7 @@ class Ledger:
         self._append(body)
 
     def _append(self, body: Mapping[str, Any]) -> None:
-        # The line of its end takes those before it to the disk: until then a lost iteration is repeated anyway.
+        # Syncing a sample's last state syncs the lines before it; an iteration that is cut off earlier is repeated.
         self._directory.append_line(LEDGER, json.dumps(body), must_last=body["state"] in _ENDS)
 
 

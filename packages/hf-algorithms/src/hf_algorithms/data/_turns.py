@@ -352,7 +352,7 @@ def decode_responses(
     if not tokenizer.is_fast:  # these fail at an id without a token, as a padded vocabulary has
         known = frozenset(tokenizer.get_vocab().values())
         contents = [tuple(token for token in ids if token in known) for ids in contents]
-    distinct = list(dict.fromkeys(contents))  # samples of one prompt come with it, each
+    distinct = list(dict.fromkeys(contents))  # each sample repeats its prompt
     decoded: list[str] = tokenizer.batch_decode([list(ids) for ids in distinct], skip_special_tokens=True)
     texts = dict(zip(distinct, decoded, strict=True))
     return [texts[ids] for ids in contents]

@@ -50,7 +50,9 @@ class PlannedCall:
 
 
 def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[PlannedCall]:
-    """Returns the calls of the warm start, of one iteration, and of every evaluation, in the layouts of `plan`.
+    """Returns the calls of the warm start, of one iteration, and of the evaluation of validation and test rows.
+
+    They are in the layouts of `plan`. Sets of `[[evaluation]]` are left out: their calls fit any number of ranks.
 
     Raises:
         HybridFlowError: for roles that do not fit the plan's pools, or a value that no worker takes.
@@ -78,12 +80,12 @@ def walk_results(
 ) -> Iterator[tuple[Phase, RowTokens, list[TracedResult]]]:
     """Yields the phases of `walk_calls`, with the rows that each reads and the batches that it stores; and the sets.
 
-    Of a set of `[[evaluation]]` those are there at once that hold the responses of two calls.
+    At most the responses of two calls of a set of `[[evaluation]]` are alive at once.
 
     Raises:
         HybridFlowError: as `walk_calls` does.
     """
-    for list_phases in (_list_phases, _list_sets):
+    for list_phases in (_list_phases, *([_list_sets] if inputs.evaluations else [])):
         for phase, tokens, _, _, results in _walk(config, plan, inputs, list_phases):
             yield phase, tokens, results
 

@@ -203,9 +203,9 @@ class RunDirectory:
             listener.hear_metrics(metrics)
 
     def append_line(self, name: str, line: str, *, must_last: bool = True) -> None:
-        """Adds a line to a file, which outlives this process when this returns.
+        """Adds a line to a file. With `must_last` it is on the disk when this returns, and so are all lines before it.
 
-        With `must_last` it is on the disk then, as all lines before it are.
+        Without, it is lost if the machine ends, not if the process does.
         """
         with self._reporting(name), (self.path / name).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -223,6 +223,8 @@ class RunDirectory:
             path.parent.mkdir(exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+                file.flush()
+                os.fsync(file.fileno())  # a commit counts its bytes
 
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:

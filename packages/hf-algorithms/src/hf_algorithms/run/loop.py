@@ -281,10 +281,9 @@ class _Run:
                 group.load_model(str(warm)).result()
         self._base = str(warm.resolve())
 
-    def _iterate(self, iteration: int) -> None:
-        """One step of the recipe, its metrics, and an evaluation every now and then."""
+    def _take_step(self, iteration: int) -> tuple[dict[str, float], Sequence[BatchFuture]]:
+        """Returns the metrics of one step of the recipe, and the batches that it showed."""
         config = self._config
-        start_s = time.perf_counter()
         current = RunIteration(
             config,
             self._inputs,
@@ -301,13 +300,21 @@ class _Run:
                 *(group.drain_metrics() for group in self._roles.groups.values() if "drain_metrics" in group.methods),
             ]
             self._ledger.follow()
-            metrics = average_metrics(config.recipe.name, futures)
+            return average_metrics(config.recipe.name, futures), current.shown
+
+    def _iterate(self, iteration: int) -> None:
+        """One step of the recipe, its metrics, and an evaluation every now and then."""
+        config = self._config
+        start_s = time.perf_counter()
+        metrics, batches = self._take_step(iteration)
         self._ledger.settle(is_skipped=any(name.endswith("/skipped_steps") for name in metrics))
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
         is_last = iteration == config.run.iterations
         if iteration % config.run.eval_every == 0 or is_last:
-            self._write_samples(iteration, current.shown)
+            self._write_samples(iteration, batches)
+        del batches  # they leave the object store before those of evaluations come
+        if iteration % config.run.eval_every == 0 or is_last:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
         with self._executor.deadline(evaluation_deadline(config)):

@@ -192,11 +192,18 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
     packed = jagged.values().detach()
     _check_storable(name, packed)
     offsets, lengths = jagged.offsets().cpu(), jagged.lengths()
-    if lengths is not None:
+    if lengths is None:
+        lengths = offsets.diff()
+        packed = packed[int(offsets[0]) : int(offsets[-1])]
+    else:
         bounds = zip(offsets.tolist(), lengths.tolist(), strict=False)
-        rows = [packed[start : start + length] for start, length in bounds]
-        return torch.cat([packed[:0], *rows]).cpu(), lengths.cpu().to(torch.int32)
-    return packed[int(offsets[0]) : int(offsets[-1])].cpu().contiguous(), offsets.diff().to(torch.int32)
+        packed = torch.cat([packed[:0], *(packed[start : start + length] for start, length in bounds)])
+    if int(lengths.sum()) != len(packed):
+        raise BatchError(
+            f"column {show(name)} has rows of {int(lengths.sum())} elements together and values for {len(packed)}: "
+            "give offsets and lengths that lie inside the values"
+        )
+    return packed.cpu().resolve_conj().resolve_neg().contiguous(), lengths.cpu().to(torch.int32)
 
 
 def _check_storable(name: str, value: torch.Tensor) -> None:

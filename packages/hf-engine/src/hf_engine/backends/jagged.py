@@ -21,7 +21,7 @@ _check = Checks(BatchError)
 
 
 class Places(NamedTuple):
-    """Elements of a flat tensor as a padded one."""
+    """Indices into a flat tensor, by row and column of the padded one."""
 
     indices: torch.Tensor
     """int64 [b, width], 0 where the mask is False."""
@@ -103,7 +103,7 @@ class Ragged:
 
     @property
     def alignment(self) -> tuple[int, int]:
-        """Equal for columns whose rows lie alike, as long as both live: torch takes such columns for aligned, too."""
+        """Equal for columns with the same offsets and lengths tensors, as long as both columns live."""
         return id(self._stored_offsets), id(self.column.lengths())
 
     @cached_property

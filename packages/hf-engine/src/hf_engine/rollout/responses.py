@@ -24,7 +24,7 @@ _check = Checks(BackendError)
 _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
 _ALWAYS_THERE_BYTES = 64 << 20
-"""On a machine that has loaded an engine: for less its files are not read, which takes a millisecond."""
+"""Any machine that has loaded an engine has as much: its memory is not looked up for less, which takes a millisecond."""
 
 
 def read_prompts(

@@ -129,7 +129,7 @@ class SequenceBatch:
     """
 
     sharing: PromptSharing | None = None
-    """When responses to one prompt are packed in one row; None: every row has its own prompt."""
+    """When responses to one prompt are packed in one row; None: every row has its own prompt, and is computed whole."""
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
@@ -184,6 +184,7 @@ class SequenceBatch:
         """
         columns: dict[str, torch.Tensor] = {}
         places: dict[tuple[int, int], Places] = {}
+        read: list[Ragged] = []  # keeps their tensors, and so the keys of `places`
         for name, column in self._batch.items():
             is_nested = isinstance(column, torch.Tensor) and column.is_nested
             if not isinstance(column, torch.Tensor) or (is_nested and column.layout != torch.jagged):
@@ -196,6 +197,7 @@ class SequenceBatch:
                 )
             if is_nested:
                 ragged = Ragged(column)
+                read.append(ragged)
                 if ragged.alignment not in places:
                     width = max(1, int(ragged.lengths[micro_batch.rows].max()))
                     places[ragged.alignment] = ragged.places_right(micro_batch.rows, width)
@@ -223,10 +225,10 @@ class SequenceBatch:
     @cached_property
     def _groups(self) -> list[list[int]]:
         """Rows with equal prompts together, in the order of their first ones."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        values = self._prompts.values.tolist()
+        groups: dict[bytes, list[int]] = {}
+        values = self._prompts.values.numpy()
         for row, (start, length) in enumerate(self._prompts.bounds):
-            groups.setdefault(tuple(values[start : start + length]), []).append(row)
+            groups.setdefault(values[start : start + length].tobytes(), []).append(row)
         return list(groups.values())
 
     def _pad(self, rows: torch.Tensor) -> MicroBatch:

@@ -108,15 +108,15 @@ class RewardPool:
 
 
 class _HostWatch:
-    """Ends a host that is stopped while the pool waits for it, which would last without end.
+    """Ends a host that is stopped while the pool waits for it: the wait would have no end.
 
-    Its thread starts with the first wait, and stays: starting one takes a millisecond next to busy cores.
+    Its thread starts with the first wait, and stays: starting one takes a millisecond where all cores are busy.
 
     Args:
         pid: of the host, the leader of its process group.
 
     Attributes:
-        has_ended_it: whether it has.
+        has_ended_it: True once the host was killed.
     """
 
     def __init__(self, pid: int) -> None:
@@ -125,14 +125,14 @@ class _HostWatch:
         self._is_over = threading.Event()
         self._num_waits = 0
         self._is_waiting = False
-        self._thread: threading.Thread | None = None
+        self._has_thread = False
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Looks after the host during the block."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._look, name="reward-host", daemon=True)
-            self._thread.start()
+        """Watches the host during the block."""
+        if not self._has_thread:
+            threading.Thread(target=self._look, name="reward-host", daemon=True).start()
+            self._has_thread = True
         self._num_waits += 1
         self._is_waiting = True
         try:
@@ -149,7 +149,8 @@ class _HostWatch:
         while not self._is_over.wait(_LOOK_S):
             is_same, wait = wait == self._num_waits, self._num_waits
             is_stopped = self._is_waiting and _is_stopped(self._pid)
-            looks = (looks + 1 if is_same else 1) if is_stopped else 0
+            # Of a wait that is new, the first look may come at once.
+            looks = looks + 1 if is_stopped and is_same else 0
             if looks == _MOST_LOOKS:
                 self.has_ended_it = True
                 with contextlib.suppress(ProcessLookupError):

@@ -315,7 +315,7 @@ def _key_width(layer: Any) -> int:
 
 
 def _facts(tensor: object) -> tuple[object, ...] | None:
-    """None of what is not a tensor."""
+    """Shape, strides, dtype and device; None for other objects."""
     if not isinstance(tensor, torch.Tensor):
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device

@@ -158,6 +158,8 @@ class MegatronBackend(TrainSteps):
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
+        if dist.get_world_size(self._groups.dp) == 1:
+            return [float(each) for each in values]
         sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
         dist.all_reduce(sums, group=self._groups.dp)
         added: list[float] = sums.tolist()
