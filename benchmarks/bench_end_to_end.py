@@ -155,8 +155,9 @@ def main() -> int:
         print(f"{name}: {ratio:.2f} times the peer's best, wanted {TARGETS[name]}", flush=True)
         if ratio < TARGETS[name]:
             missed.append(name)
-        if not options.systems and options.rounds >= 3 and options.backend == "transformers":
-            record(f"end_to_end_{name}", found, versions={"trl": version})
+        if not options.systems and options.rounds >= 3:
+            engine = "" if options.backend == "transformers" else f"_{options.backend}"
+            record(f"end_to_end_{name}{engine}", found, versions={"trl": version})
             write_page()
     return int(bool(missed))
 

@@ -27,35 +27,30 @@ _SYSTEMS = {
     "bare_1x2": "two threads",
 }
 _SIDES = {"ours": "here", "trl": "TRL", "bare": "plain loop"}
+_BACKENDS = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Engines that may generate on our side in place of transformers."""
 _PHASES = ("generate", "score", "logprobs", "update", "advantages", "sync")
 
 
 def write_page() -> None:
     """Tables of rates, of memory, and of the phases of each side's fastest system."""
-    found = {}
-    for name in WORKLOADS:
-        path = RESULTS / f"end_to_end_{name}.json"
-        if path.exists():
-            metrics = json.loads(path.read_text())["metrics"]
-            found[name] = {metric: each["value"] for metric, each in metrics.items()}
+    found = {name: metrics for name in WORKLOADS if (metrics := _read(name))}
     rates = [
         "| workload | here, samples/s | TRL, samples/s | plain loop, samples/s | times TRL | wanted | of the loop |",
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     names = " | ".join(f"`{name}`" for name in found)
     memory = [f"| MiB, with two threads | {names} |", "|---|" + "--:|" * len(found)]
-    best = {
-        name: {side: _fastest(metrics, side) for side in _SIDES if f"{side}_1x1_median" in metrics}
-        for name, metrics in found.items()
-    }
+    best = {name: _find_fastest(metrics) for name, metrics in found.items()}
     columns = [(name, system, f"{_SIDES[side]} `{name}`") for name in found for side, system in best[name].items()]
     phases = [f"| ms an iteration | {' | '.join(each for *_, each in columns)} |", "|---|" + "--:|" * len(columns)]
     for name, metrics in found.items():
-        cells = [_rate(metrics, best[name][side]) if side in best[name] else "" for side in _SIDES]
-        of_bare = f"{metrics['of_bare']:.2f}" if "of_bare" in metrics else ""
-        rates.append(
-            f"| `{name}` | {' | '.join(cells)} | **{metrics['speed_up']:.2f}** | {TARGETS[name]} | {of_bare} |"
-        )
+        rates.append(f"| `{name}` | {_list_rates(metrics, TARGETS[name])} |")
+        rates += [
+            f"| `{name}`, here with {words} | {_list_rates(metrics)} |"
+            for backend, words in _BACKENDS.items()
+            if (metrics := _read(f"{name}_{backend}"))
+        ]
     for side in ("ours", "trl"):
         for kind, words in (("resident", "peak"), ("grown", "growth after the start")):
             cells = [f"{metrics[f'{side}_1x2_{kind}']:,.0f}" for metrics in found.values()]
@@ -69,12 +64,19 @@ def write_page() -> None:
     write_table(_PAGE, "phases of bench_end_to_end", "\n".join(phases))
 
 
+def _read(name: str) -> dict[str, float]:
+    """The metrics of a result; none without it."""
+    path = RESULTS / f"end_to_end_{name}.json"
+    if not path.exists():
+        return {}
+    return {metric: each["value"] for metric, each in json.loads(path.read_text())["metrics"].items()}
+
+
 def _write_race() -> None:
     """One table of the seconds and iterations to the goal, if they have been measured."""
-    path = RESULTS / "end_to_end_race.json"
-    if not path.exists():
+    found = _read("race")
+    if not found:
         return
-    found = {metric: each["value"] for metric, each in json.loads(path.read_text())["metrics"].items()}
     seeds = sorted({int(name.split("_")[2]) for name in found if name.startswith("ours_seed_")})
     rows = [f"| to {GOAL.score} | {' | '.join(f'seed {seed}' for seed in seeds)} |", "|---|" + "--:|" * len(seeds)]
     for side, words in (("ours", "here"), ("trl", "TRL")):
@@ -86,8 +88,24 @@ def _write_race() -> None:
     write_table(_PAGE, "race of bench_end_to_end", "\n".join(rows))
 
 
-def _fastest(metrics: Mapping[str, float], side: str) -> str:
-    return max((each for each in _SYSTEMS if each.startswith(side)), key=lambda each: metrics[f"{each}_median"])
+def _find_fastest(metrics: Mapping[str, float]) -> dict[str, str]:
+    """By side that was measured, its fastest system."""
+    found: dict[str, str] = {}
+    for system in _SYSTEMS:
+        side = system.partition("_")[0]
+        rate = metrics.get(f"{system}_median")
+        if rate is not None and (side not in found or rate > metrics[f"{found[side]}_median"]):
+            found[side] = system
+    return found
+
+
+def _list_rates(metrics: Mapping[str, float], target: float | None = None) -> str:
+    """The cells of a row of rates after its name."""
+    best = _find_fastest(metrics)
+    cells = [_rate(metrics, best[side]) if side in best else "" for side in _SIDES]
+    cells += [f"**{metrics['speed_up']:.2f}**", "" if target is None else str(target)]
+    cells.append(f"{metrics['of_bare']:.2f}" if "of_bare" in metrics else "")
+    return " | ".join(cells)
 
 
 def _rate(metrics: Mapping[str, float], system: str) -> str:

@@ -150,7 +150,9 @@ def test_an_evaluation_set_above_the_store_is_named(
 
 @pytest.mark.parametrize("samples", [1, 3, 600])
 @pytest.mark.parametrize("num_rows", [1, 5, 513])
-def test_the_calls_of_a_set_have_every_row_once(num_rows: int, samples: int, small_config: Path, tmp_path: Path) -> None:
+def test_the_calls_of_a_set_have_every_row_once(
+    num_rows: int, samples: int, small_config: Path, tmp_path: Path
+) -> None:
     config = load_config(small_config, ["cluster.gpus_per_machine=1"])
     inputs, plan = check_run(config, tmp_path / "model")
     executor = TracingExecutor()

@@ -173,13 +173,14 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def test_close_leaves_no_process(folder: Path) -> None:
+    threads = set(threading.enumerate())
     before = {each.pid for each in processes_of(os.getpid())}
     spec = FunctionSpec(name="by_text", function="pooled_rewards:by_text")
     scoring = ScoringFunctions([spec], search_path=[str(folder)], num_processes=2)
     scoring.score(samples("a", "child"))
     started = [each for each in processes_of(os.getpid()) if each.pid not in before]
     assert len(started) >= 4  # the host, two processes, and what a function started
-    (watch,) = (each for each in threading.enumerate() if each.name == "reward-host")
+    (watch,) = (each for each in set(threading.enumerate()) - threads if each.name == "reward-host")
     scoring.score(samples("a"))
     assert watch.is_alive()
     scoring.close()

@@ -24,7 +24,7 @@ _check = Checks(BackendError)
 _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
 _ALWAYS_THERE_BYTES = 64 << 20
-"""Any machine that has loaded an engine has as much: its memory is not looked up for less, which takes a millisecond."""
+"""Any machine that has loaded an engine has as much: for less its memory is not looked up, which takes time."""
 
 
 def read_prompts(
