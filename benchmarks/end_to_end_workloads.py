@@ -92,7 +92,7 @@ class Goal:
     betas: tuple[float, float]
 
 
-GOAL = Goal(workload="tiny", score=0.6, num_prompts=64, every=5, most=600, learning_rate=1e-3, betas=(0.9, 0.999))
+GOAL = Goal(workload="tiny", score=0.6, num_prompts=64, every=5, most=900, learning_rate=5e-4, betas=(0.9, 0.999))
 
 
 def draw_prompts(workload: Workload, count: int) -> list[str]:

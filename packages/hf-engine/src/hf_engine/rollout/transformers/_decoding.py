@@ -52,7 +52,7 @@ class Decoding:
                 finished = self._draw(logits, samples, position)
                 if position + 1 == capacity or bool(finished.all()):
                     break
-                if 8 * int((~finished).sum()) <= 7 * len(samples):
+                if 4 * int((~finished).sum()) <= 3 * len(samples):
                     alive = (~finished).nonzero().squeeze(-1)
                     cache.batch_select_indices(alive)
                     samples, mask, positions = samples[alive], mask[alive], positions[alive]
