@@ -4,8 +4,8 @@ Prompts of ragged lengths, several samples each, a model with an end-of-sequence
 and then. Both draw from the full distribution at temperature 1, on one thread, keep keys and values, and pad on the
 left; plain generate gets every prompt `n` times through `num_return_sequences`. They take turns in one run; figures are
 samples a second, medians with the fastest and the slowest. The tokens differ, because the random numbers do: the number
-of tokens that each drew is printed next to its time. Two workloads: samples that share a prompt (GRPO, RLOO: the target
-is for this one) and one sample a prompt (PPO; without a target).
+of tokens that each drew is printed next to its time. Two workloads: samples that share a prompt (GRPO, RLOO) and one
+sample a prompt (PPO).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from hf_engine.testing import LocalRanks
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 NUM_ROUNDS = 7
-MIN_SPEED_UP = 1.5
+TARGETS = {"shared_prompts": 2.5, "one_sample": 1.3}
+"""Times plain generate's samples a second."""
 
 
 def main() -> int:
-    """Measure; 1 if the target is missed."""
+    """Measure; 1 if a target is missed."""
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory)
         with LocalRanks(1, timeout_s=300) as ranks:
@@ -48,11 +49,14 @@ def main() -> int:
     for workload in WORKLOADS:
         ratio = medians[f"{workload}_backend"] / medians[f"{workload}_generate"]
         metrics[f"{workload}_speed_up"] = (round(ratio, 3), "times")
-        print(f"{workload}: {ratio:.2f} times plain generate")
     record("generate", metrics)
-    reached = metrics["shared_prompts_speed_up"][0] >= MIN_SPEED_UP
-    print(f"{'reached' if reached else 'MISSED'} shared_prompts speed-up (wanted >= {MIN_SPEED_UP})")
-    return 0 if reached else 1
+    missed = 0
+    for workload, wanted in TARGETS.items():
+        ratio = metrics[f"{workload}_speed_up"][0]
+        missed += ratio < wanted
+        word = "MISSED " if ratio < wanted else "reached"
+        print(f"{word} {workload}: {ratio:.2f} times plain generate (wanted >= {wanted})")
+    return int(bool(missed))
 
 
 def measure(directory: str) -> dict[str, list[tuple[int, float, int]]]:
