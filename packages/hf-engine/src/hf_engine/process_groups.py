@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ __all__ = [
     "local_device",
     "local_world_size",
     "rank_in",
+    "sum_over_group",
     "wait_for_connections",
     "wait_for_device",
     "world_group",
@@ -128,6 +129,22 @@ def wait_for_connections() -> None:
     a rank that still connects to it over gloo would report a lost peer in place of that reason.
     """
     dist.all_reduce(torch.zeros(1, device=local_device()))
+
+
+def sum_over_group(values: Sequence[float], group: dist.ProcessGroup, device: torch.device) -> list[float]:
+    """Adds each value over the ranks of a group in float64; every rank gets the sums. Collective where it has several.
+
+    Args:
+        values: of this rank, as many on every rank.
+        group: the ranks.
+        device: where the group communicates.
+    """
+    if dist.get_world_size(group) == 1:
+        return [float(each) for each in values]
+    sums = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(sums, group=group)
+    added: list[float] = sums.tolist()
+    return added
 
 
 def default_timeout() -> timedelta:

@@ -72,8 +72,8 @@ def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_h
     if phase in _SIZES:
         sizes = {key: attrgetter(key)(config) for key in _SIZES[phase]}
     else:
-        given_set = next(each for number, each in enumerate(inputs.evaluations) if phase == _name_set(number))
-        sizes = {f"{phase}.max_new_tokens": given_set.max_new_tokens}
+        sets = {_name_set(number): each for number, each in enumerate(inputs.evaluations)}
+        sizes = {f"{phase}.max_new_tokens": sets[phase].max_new_tokens}
     line = (
         f"{', '.join(f'{key} = {size}' for key, size in sizes.items())}: the batches take up to {_show(found[phase])}, "
         f"more than {_SPILL_PERCENT} % of the object store's {_show(store_bytes)}. Ray moves what exceeds that to "

@@ -311,10 +311,11 @@ class _Run:
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
         is_last = iteration == config.run.iterations
-        if iteration % config.run.eval_every == 0 or is_last:
+        is_evaluated = is_last or iteration % config.run.eval_every == 0
+        if is_evaluated:
             self._write_samples(iteration, batches)
         del batches  # they leave the object store before those of evaluations come
-        if iteration % config.run.eval_every == 0 or is_last:
+        if is_evaluated:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
         with self._executor.deadline(evaluation_deadline(config)):

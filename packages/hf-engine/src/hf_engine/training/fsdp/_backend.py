@@ -28,7 +28,7 @@ from hf_engine.models.classifier import build_by_architecture
 from hf_engine.models.conversions import persistent_buffers, read_file_names
 from hf_engine.models.lora import check_model_adapters, named_parameters
 from hf_engine.models.stacked_experts import layout_in_files, tensors_in_files
-from hf_engine.process_groups import build_groups, local_device
+from hf_engine.process_groups import build_groups, local_device, sum_over_group
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
@@ -187,11 +187,7 @@ class FsdpBackend(TrainSteps):
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
-        if dist.get_world_size(self._group) == 1:
-            return [float(each) for each in values]
-        sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._group)
-        return cast("list[float]", sums.tolist())
+        return sum_over_group(values, self._group, self._device)
 
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""

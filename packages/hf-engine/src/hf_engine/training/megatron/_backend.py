@@ -24,7 +24,7 @@ from hf_engine.model_directory import (
     check_model_directory,
     read_model_directory,
 )
-from hf_engine.process_groups import local_device, world_group
+from hf_engine.process_groups import local_device, sum_over_group, world_group
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import write_directory
@@ -158,12 +158,7 @@ class MegatronBackend(TrainSteps):
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
-        if dist.get_world_size(self._groups.dp) == 1:
-            return [float(each) for each in values]
-        sums = torch.tensor(list(values), dtype=torch.float64, device=self._device)
-        dist.all_reduce(sums, group=self._groups.dp)
-        added: list[float] = sums.tolist()
-        return added
+        return sum_over_group(values, self._groups.dp, self._device)
 
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
