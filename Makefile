@@ -9,12 +9,14 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Three parts are tested at a time, the longest first: clusters and ranks wait more than they compute.
-PARTS := hf-engine integration-a-f integration-g-z hf-controller hf-algorithms hf-mapper hf-protocols
-# The tests of all packages together, by the first letter of their files: as one process they would end last, alone.
+# Four parts are tested at a time, the longest first: clusters and ranks also wait.
+PARTS := hf-engine-a-l hf-engine-m-z integration-g-z integration-a-f hf-controller hf-algorithms hf-mapper hf-protocols
+# The two largest by the first letter of their files: in one process each they would end last, alone.
 integration-a-f := $(wildcard integration-tests/tests/test_[a-f]*.py)
 integration-g-z := $(filter-out $(integration-a-f),$(wildcard integration-tests/tests/test_*.py))
-SLOW_PARTS := learning integration-tests hf-engine hf-controller hf-mapper
+hf-engine-a-l := $(wildcard packages/hf-engine/tests/test_[a-l]*.py)
+hf-engine-m-z := $(filter-out $(hf-engine-a-l),$(wildcard packages/hf-engine/tests/test_*.py))
+SLOW_PARTS := learning integration-tests hf-controller hf-engine hf-mapper
 # Runs that learn compute for minutes: a part of their own in the slow lane, next to those that wait for clusters.
 LEARNING := integration-tests/tests/test_quickstart.py integration-tests/tests/test_gsm8k_page.py
 
@@ -46,13 +48,13 @@ quickstart: env ## train a small model with PPO on this machine and leave a repo
 	$(BIN)/hybridflow quickstart
 
 test: env ## run the tests of the base environment
-	@$(MAKE) --no-print-directory --jobs 3 $(PARTS:%=test-%)
+	@$(MAKE) --no-print-directory --jobs 4 $(PARTS:%=test-%)
 
 test-slow: env ## run the tests that take minutes or many processes
 	@$(MAKE) --no-print-directory --jobs 2 $(SLOW_PARTS:%=test-%) \
 		SELECT='-m "slow and not gpu and not vllm and not sglang and not matrix" --timeout 900 $(LEARNING:%=--ignore %)'
 
-$(sort $(PARTS:%=test-%) test-integration-tests): test-%: env # one package's tests, or those of all packages together
+$(sort $(PARTS:%=test-%) test-hf-engine test-integration-tests): test-%: env # one package's tests, or those of all packages together
 	@$(call named,$*,$(BIN)/pytest $(or $($*),$(wildcard packages/$* $*)) $(SELECT) $(DURATIONS))
 
 test-learning: env

@@ -16,8 +16,8 @@ from hf_algorithms.recipes import RECIPES
 from hf_protocols import Dataflow
 from small_runs import Outcome
 
-ON_RAY = ("ppo", "grpo", "dapo", "safe_rlhf")
-"""A critic, groups, refills, and two critics with a multiplier; the others are `slow` on Ray."""
+ON_RAY = ("ppo", "grpo", "dapo")
+"""A critic, groups and refills; the others are `slow` on Ray."""
 
 
 @pytest.fixture(scope="module")

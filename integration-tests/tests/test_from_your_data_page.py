@@ -78,6 +78,7 @@ def read_last_line(outputs: list[Any]) -> str:
     return str("".join(printed).strip().splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # a kernel imports everything again
 def test_a_notebook_goes_the_same_way(folder: Path) -> None:
     """In a real kernel, which goes on after cells that raise."""

@@ -15,6 +15,7 @@ from mutated_inputs import mutate
 NUM_INPUTS = 2_000
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_damaged_files_are_refused_or_shown() -> None:
     assert "\n".join(check_inputs(range(NUM_INPUTS))) == ""

@@ -25,6 +25,7 @@ SHORT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not GSM8K.is_file(), reason="GSM8K does not lie next to the repository")
 def test_the_example_runs_on_real_questions(tmp_path: Path, hybridflow: Callable[..., Outcome]) -> None:
     overrides = {**SHORT, "run.output_dir": tmp_path / "run"}

@@ -228,6 +228,7 @@ def count_bytes(directory: Path) -> dict[str, float]:
     }
 
 
+@pytest.mark.slow
 def test_the_mapper_prices_what_the_engine_holds_and_receives(tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path / "model", family="qwen2")
     with LocalRanks(2) as ranks:

@@ -48,7 +48,9 @@ def starting_file(hybridflow: Callable[..., Outcome], folder: Path, model: Path,
 
 
 @pytest.mark.parametrize(
-    ("family", "executor", "ranks"), [("gemma2", "in_process", 1), ("phi", "ray", 2)], ids=["gemma2", "phi"]
+    ("family", "executor", "ranks"),
+    [("gemma2", "in_process", 1), pytest.param("phi", "ray", 2, marks=pytest.mark.slow)],
+    ids=["gemma2", "phi"],
 )
 def test_a_family_without_a_known_shape_is_planned_and_trained(
     hybridflow: Callable[..., Outcome],

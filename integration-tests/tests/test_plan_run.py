@@ -58,6 +58,7 @@ def test_the_mappers_default_is_the_largest_shipped_engine() -> None:
     assert GenerationSpec(gen_pp_size=1, gen_tp_size=max(sizes)) == SHIPPED_GENERATION
 
 
+@pytest.mark.slow
 def test_offloaded_models_train_like_others(
     small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

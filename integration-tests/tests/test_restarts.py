@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from hf_algorithms.checkpoints import LEDGER, count_ledger
 from small_runs import Outcome, read_metrics, without_times
 
@@ -59,6 +61,7 @@ def write_recipe(small_config: Path, name: str, act: str, failing: dict[int, int
     return tuple(word for key in keys for word in ("--set", key))
 
 
+@pytest.mark.slow
 def test_an_iteration_that_fails_twice_ends_the_run(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
     """Calls 1, 4 and 5 fail: iteration 1 before any commit, and iteration 3 after the commit of iteration 2, twice."""
     run, whole = (small_config.with_name(name) for name in ("failing", "whole"))

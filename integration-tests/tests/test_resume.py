@@ -69,7 +69,12 @@ def run_apart(*arguments: object) -> int:
     [
         ("grpo", (), "model.safetensors"),
         ("ppo", (), "model.safetensors"),
-        ("ppo", ("model.lora.rank=4", "optimizer.actor_learning_rate=1e-2"), "adapter_model.safetensors"),
+        pytest.param(
+            "ppo",
+            ("model.lora.rank=4", "optimizer.actor_learning_rate=1e-2"),
+            "adapter_model.safetensors",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["grpo", "ppo", "ppo-lora"],
 )
@@ -137,6 +142,7 @@ def test_a_killed_run_of_two_ranks_goes_on_bit_for_bit(
     assert (summary["status"], summary["resumed_from"], summary["last_commit"]) == ("finished", [2], 3)
 
 
+@pytest.mark.slow
 def test_the_page_runs_as_written(
     small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ def test_the_page_lists_the_shipped_constants_and_their_rows() -> None:
         assert fit.source and fit.models
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not MEASURED.is_dir(), reason="the measured tables do not lie next to the repository")
 def test_no_published_error_grew_by_more_than_a_tenth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["simulator_errors.py", "--check"])

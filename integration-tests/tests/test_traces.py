@@ -44,6 +44,7 @@ def hf_mapper(*arguments: object) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_calibrate_on_one_run_and_validate_on_another(traces: tuple[Path, Path]) -> None:
     profile, other = traces
     constants = profile.parent / "cpu.json"

@@ -44,6 +44,7 @@ def again(rows: list[Row], wanted: list[int]) -> None:
     assert measure(size, [rows[index] for index in wanted]) == [lines[index] for index in wanted]
 
 
+@pytest.mark.slow
 def test_some_rows_are_measured_again() -> None:
     rows = build_rows()
     kinds = {("1-4-1", "1-2"), ("2-2-1", "1-2"), ("1-1-4", "1-2")}

@@ -36,7 +36,7 @@ IN_CI = {
     ("SIGKILL", "before", "one"),
     ("SIGSTOP", "inside", "two"),
 }
-"""Twelve with the cells under torchrun: every row and every column."""
+"""Twelve with the cells under torchrun: every row and every column. Who is stopped takes until a deadline."""
 MESSAGES = {
     "raise": r"KeyError: 'the rank failed'",
     "exit": r"process \w+/1 is gone: (exit code 7|The actor)",
@@ -139,6 +139,12 @@ def note(record: dict[str, object]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
+def find_marks(cell: tuple[str, str, str]) -> tuple[pytest.MarkDecorator, ...]:
+    if cell not in IN_CI:
+        return (pytest.mark.failures,)
+    return (pytest.mark.slow,) if cell[0] == "SIGSTOP" else ()
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -148,7 +154,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "place", "groups"),
-    [pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.failures, id="-".join(cell)) for cell in CELLS],
+    [pytest.param(*cell, marks=find_marks(cell), id="-".join(cell)) for cell in CELLS],
 )
 def test_a_failure_ends_its_groups(ray_executor, reward, pools, how, place, groups, tmp_path, monkeypatch):
     roles = ["actor", "rollout"][: GROUPS.index(groups) + 1]

@@ -123,7 +123,7 @@ ENDS = {
     "end": (signal.SIGTERM, 143),
 }
 PAIRS = (("close", "raise"), ("interrupt", "end all"))
-"""The programs of the fast tests; a signal to the whole group reaches the program too, as "end" does."""
+"""The programs of a test; a signal to the whole group reaches the program too, as "end" does."""
 
 
 @pytest.fixture(params=PAIRS, ids=" and ".join)
@@ -136,6 +136,7 @@ def programs(request: pytest.FixtureRequest) -> Iterator[dict[str, subprocess.Po
         program.communicate(timeout=15)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_behind(programs):
     for argument, program in programs.items():
         check_end(program, argument)
@@ -322,6 +323,7 @@ def run_closed_program(path: Path, failure: str, *more: str, **options: object) 
     assert done.stdout == f"doubler.{failure}\nrefused\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path):
     failure = "save_and_fail on rank 0 failed: KeyError: 'lost'"
     run_closed_program(tmp_path / "saved", failure, num_cpus=1, object_store_bytes=100 * 2**20)

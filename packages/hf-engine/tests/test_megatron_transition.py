@@ -319,7 +319,7 @@ def test_equal_shards_take_one_all_gather_per_group_and_bucket(ranks4, way, buck
 @pytest.mark.parametrize(
     ("vocab_size", "num_layers", "largest", "dtype", "layouts"),
     [
-        (120, 8, 3 * 96, "float32", TRAINED_LAYOUTS),
+        pytest.param(120, 8, 3 * 96, "float32", TRAINED_LAYOUTS, marks=pytest.mark.slow),
         (120, 8, 3 * 96, "bfloat16", TRAINED_LAYOUTS[1:2]),
         (4800, 4, 4800, "float32", TRAINED_LAYOUTS[:3]),
     ],

@@ -74,6 +74,12 @@ REPORTS = {
 REPORT = r"rank +: {} .*\n +exitcode +: {} .*\n +error_file: .*\n +traceback : (?:.*\n)*?.*{}"
 
 
+def find_marks(cell: tuple[str, str]) -> tuple[pytest.MarkDecorator, ...]:
+    if cell not in IN_CI:
+        return (pytest.mark.failures,)
+    return (pytest.mark.slow,) if cell[0] == "SIGSTOP" else ()  # who is stopped takes until a deadline
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -83,10 +89,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.parametrize(
     ("how", "place"),
-    [
-        pytest.param(*cell, marks=() if cell in IN_CI else pytest.mark.failures, id="-".join(cell))
-        for cell in itertools.product(HOWS, PLACES)
-    ],
+    [pytest.param(*cell, marks=find_marks(cell), id="-".join(cell)) for cell in itertools.product(HOWS, PLACES)],
 )
 def test_torchrun_reports_the_rank_that_failed(tmp_path, how, place):
     (tmp_path / "program.py").write_text(PROGRAM)

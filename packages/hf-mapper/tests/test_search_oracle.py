@@ -33,8 +33,8 @@ from hf_protocols import Dataflow, GenerationSpec, MappingPlan, ModelCall, Model
 
 NUM_PROBLEMS = 400
 SPLIT = 8
-# A half in every run, the other where tests may take minutes.
-PARTS = [pytest.param(part, marks=[pytest.mark.slow] if part % 2 else []) for part in range(SPLIT)]
+# A quarter in every run, the others where tests may take minutes.
+PARTS = [pytest.param(part, marks=[pytest.mark.slow] if part % 4 else []) for part in range(SPLIT)]
 
 
 class Way(NamedTuple):
