@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 
 from hf_algorithms import train
-from hf_algorithms.config import load_config
+from hf_algorithms.config import load_config, parse_config
 from hf_algorithms.evaluation.responses import list_draws
 from hf_algorithms.preflight import store_room
 from hf_algorithms.preflight.checks import check_run
-from hf_algorithms.preflight.store_room import describe_store, estimate_batch_bytes
-from hf_algorithms.run import loop
+from hf_algorithms.preflight.store_room import describe_store, estimate_batch_bytes, estimate_supervised_bytes
+from hf_algorithms.run import loop, supervised
+from hf_algorithms.run.any_run import run_recipe
+from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run.supervised import check_supervised
 from hf_algorithms.run.wiring import build_roles
 from hf_controller import Executor, TracingExecutor
 from hf_engine import SamplingParams
@@ -146,6 +149,94 @@ def test_an_evaluation_set_above_the_store_is_named(
     (line,) = describe_store(config, plan, inputs, is_here=True)
     assert line.startswith("evaluation[1].max_new_tokens = 10: the batches take up to")
     assert line.endswith("or lower evaluation[1].max_new_tokens")
+
+
+def write_rows(folder: Path, command: str, *, length: int, num_rows: int) -> dict[str, Any]:
+    """Writes rows of one length, half of them held out; returns the keys of a run that learns from them."""
+    answers = [f"{number:06d}" + "7" * (length - 6) for number in range(num_rows)]
+    for name, numbers in (("train", range(num_rows // 2)), ("test", range(num_rows // 2, num_rows))):
+        rows = [
+            {"prompt": "1+1=", "answer": answers[n]}
+            if command == "sft"
+            else {"prompt": "1+1=", "chosen": answers[n], "rejected": answers[n][::-1]}
+            for n in numbers
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"data.train": str(folder / "train.jsonl"), "data.test": str(folder / "test.jsonl")}
+
+
+@pytest.mark.parametrize("command", ["sft", "dpo", "reward-model"])
+def test_the_rows_of_a_supervised_run_are_below_their_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    keys = write_rows(tmp_path, command, length=20, num_rows=16)
+    body = {
+        "run": {"output_dir": str(tmp_path / "run"), "iterations": 1, "executor": "in_process"},
+        "data": {key.removeprefix("data."): value for key, value in keys.items()},
+        "model": {"tokenizer": "characters", "hidden_size": 32, "intermediate_size": 64, "num_layers": 1,
+                  "num_heads": 1, "max_positions": 32},
+        "algorithm": {"batch_size": 4},
+        "cluster": {"gpus_per_machine": 1},
+    }  # fmt: skip
+    config = parse_config(body, command=command)
+    inputs, plan = check_supervised(config, tmp_path / "model")
+    bound = estimate_supervised_bytes(
+        config, plan, inputs, train=inputs.train, held_out=(inputs.validation, inputs.test)
+    )
+    put_bytes: list[int] = []
+    put = Executor.put
+
+    def count(self: Executor, batch: Any) -> Any:
+        columns = [each.values() if each.is_nested else each for _, each in batch.items()]
+        put_bytes.append(sum(each.numel() * each.element_size() for each in columns))
+        return put(self, batch)
+
+    monkeypatch.setattr(Executor, "put", count)
+    run_recipe(config, RunDirectory(tmp_path / "run"))
+    spans = [
+        event["args"] | {"name": event["name"]}
+        for event in json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+        if event.get("args", {}).get("bytes_written")
+    ]
+    of_step = [span["bytes_written"] for span in spans if span.get("iteration") == 1]
+    held_bytes = sum(put_bytes[:2])
+    assert len(put_bytes) == 3
+    stored = held_bytes + put_bytes[2] + sum(of_step)
+    assert 0.7 * bound["iterations"] < stored <= bound["iterations"]
+    # One set is evaluated at a time.
+    of_sets = sum(span["bytes_written"] for span in spans if span.get("iteration") != 1)
+    assert held_bytes < bound["evaluation"] and of_sets <= 3 * (bound["evaluation"] - held_bytes)
+
+
+def test_held_out_rows_above_the_store_are_said_before_anything_starts(
+    tmp_path: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    length = 1000
+    keys = write_rows(tmp_path, "sft", length=length, num_rows=64)
+    keys |= {
+        "model.tokenizer": "characters", "model.max_positions": 2048, "training.micro_batch_tokens": 2048,
+        "algorithm.batch_size": 2, "run.executor": "ray", "cluster.gpus_per_machine": 2, "data.max_eval_rows": 32,
+        "run.output_dir": str(tmp_path / "run"),
+    }  # fmt: skip
+    path = tmp_path / "config.toml"
+    path.write_text('[algorithm]\nname = "sft"\n')
+    words = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    # Validation has rows of the training set's file: token ids and mask of both sets, and log-probs of one.
+    token_bytes = length * 32 * (2 * (8 + 1) + 4)
+    monkeypatch.setattr(supervised, "build_executor", refuse)
+    for store_bytes, is_said in ((token_bytes, True), (2 * token_bytes, False)):
+        monkeypatch.setattr(store_room, "choose_store_bytes", lambda given, key, size=store_bytes: size)
+        started = hybridflow("sft", path, *words)
+        assert "nothing starts" in started.errors
+        lines = [line for line in started.output.splitlines() if "object store" in line]
+        assert bool(lines) == is_said
+        if lines:
+            assert lines[0].startswith("data.max_eval_rows = 32: the batches take up to 0.7 MiB, more than 80 %")
+            assert lines[0].endswith("or lower data.max_eval_rows")
+            least = int(lines[0].partition("to at least ")[2].partition(",")[0])
+            assert token_bytes < 0.8 * least < 1.1 * token_bytes
+    planned = hybridflow("plan", path, *words)
+    assert planned.exit_code == 0 and "object store" not in planned.output
 
 
 @pytest.mark.parametrize("samples", [1, 3, 600])

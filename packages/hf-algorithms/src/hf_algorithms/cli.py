@@ -91,6 +91,7 @@ def plan(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
             folders = search_path_of(config)
             pairs, found = check_supervised(settings, Path(folder) / "initial_model", search_path=folders)
             models, lines = pairs.models, pairs.describe_data()
+            lines += pairs.describe_store(settings, found, is_here=False)
         else:
             inputs, found = check_run(settings, Path(folder) / "initial_model", search_path=search_path_of(config))
             models, lines = inputs.models, [*inputs.describe_data(), *inputs.describe_draws(settings)]

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import PromptDataset, TextBlocks
-from hf_algorithms.preflight.walk import walk_results
+from hf_algorithms.preflight.row_limits import RowTokens
+from hf_algorithms.preflight.walk import walk_results, walk_supervised
 from hf_controller import choose_store_bytes
 from hf_protocols.columns import find_column_size
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from hf_algorithms.config import Config
-    from hf_algorithms.preflight.inputs import RunInputs
+    from hf_algorithms.preflight.inputs import ModelInputs, RunInputs
+    from hf_algorithms.preflight.walk import Phase
+    from hf_algorithms.recipes import SupervisedDataset
+    from hf_controller import TracedResult
     from hf_protocols import MappingPlan
 
-__all__ = ["describe_store", "estimate_batch_bytes"]
+__all__ = ["describe_store", "describe_supervised_store", "estimate_batch_bytes", "estimate_supervised_bytes"]
 
 _KEY = "cluster.object_store_bytes"
 _SPILL_PERCENT = 80
@@ -44,6 +50,10 @@ _SIZES = {
     "divergence": ("data.max_eval_rows", "rollout.max_new_tokens"),
 }
 """Keys from which the batches of a phase have their size; the first is the one to lower."""
+_SUPERVISED_SIZES = {
+    "iterations": ("algorithm.batch_size", "data.max_eval_rows"),
+    "evaluation": ("data.max_eval_rows",),
+}
 
 
 def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_here: bool) -> list[str]:
@@ -58,19 +68,52 @@ def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_h
     Raises:
         ConfigError: for a size of the store that this machine does not have.
     """
-    given = config.cluster.object_store_bytes
-    if config.run.executor != "ray" or config.cluster.address != "local":
-        return []
-    store_bytes = choose_store_bytes(given, key=_KEY) if is_here else given
+    store_bytes = _find_store(config, is_here=is_here)
     if store_bytes is None:
         return []
     found = estimate_batch_bytes(config, plan, inputs)
+    return _describe_largest(config, found, _SIZES, inputs, store_bytes)
+
+
+def describe_supervised_store(
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    *,
+    train: SupervisedDataset,
+    held_out: Sequence[SupervisedDataset],
+    is_here: bool,
+) -> list[str]:
+    """Returns what `describe_store` does, for a run that learns from the rows of `train` as they are.
+
+    Raises:
+        ConfigError: as `describe_store` does.
+    """
+    store_bytes = _find_store(config, is_here=is_here)
+    if store_bytes is None:
+        return []
+    found = estimate_supervised_bytes(config, plan, inputs, train=train, held_out=held_out)
+    return _describe_largest(config, found, _SUPERVISED_SIZES, inputs, store_bytes)
+
+
+def _find_store(config: Config, *, is_here: bool) -> int | None:
+    """Bytes of the object store of the run's own Ray cluster, where it has one and they are known."""
+    given = config.cluster.object_store_bytes
+    if config.run.executor != "ray" or config.cluster.address != "local":
+        return None
+    return choose_store_bytes(given, key=_KEY) if is_here else given
+
+
+def _describe_largest(
+    config: Config, found: Mapping[str, int], keys: Mapping[str, Sequence[str]], inputs: ModelInputs, store_bytes: int
+) -> list[str]:
+    """Describes the phase that takes most, if the store has too little room for it."""
     phase = max(found, key=found.__getitem__)
     least = math.ceil(found[phase] * 100 / _SPILL_PERCENT)
     if store_bytes >= least:
         return []
-    if phase in _SIZES:
-        sizes = {key: attrgetter(key)(config) for key in _SIZES[phase]}
+    if phase in keys:
+        sizes = {key: attrgetter(key)(config) for key in keys[phase]}
     else:
         sets = {_name_set(number): each for number, each in enumerate(inputs.evaluations)}
         sizes = {f"{phase}.max_new_tokens": sets[phase].max_new_tokens}
@@ -92,19 +135,65 @@ def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -
     text_bytes = {data.source: _measure_texts(data) for data in sets}
     blocks = inputs.pretraining.block_tokens if isinstance(inputs.pretraining, TextBlocks) else 0
     candidates = getattr(config.algorithm, "top_k", 1)
+    return _count_phases(walk_results(config, plan, inputs), text_bytes, blocks, candidates)
+
+
+def estimate_supervised_bytes(
+    config: Config,
+    plan: MappingPlan,
+    inputs: ModelInputs,
+    *,
+    train: SupervisedDataset,
+    held_out: Sequence[SupervisedDataset],
+) -> dict[str, int]:
+    """Returns what `estimate_batch_bytes` does, for a run that learns from the rows of `train` as they are.
+
+    The rows of `held_out` are there for the whole run, and each model leaves a number of every response token where
+    they are evaluated. The rows of an iteration are as long as the longest.
+    """
+    batches = [data.batch(range(len(data))) for data in held_out]
+    held_bytes = sum(map(_count_bytes, batches))
+    num_rows = config.algorithm.model_dump()["batch_size"] * len(train.batch([0]))
+    longest = RowTokens(
+        source=train.source,
+        where=str,
+        prompts=[train.max_prompt_tokens] * num_rows,
+        responses=[train.max_response_tokens] * num_rows,
+    )
+    text_bytes = {each.data.source: _measure_texts(each.data) for each in inputs.evaluations}
+    found = _count_phases(walk_supervised(config, plan, inputs, longest), text_bytes, 0, 1)
+    num_models = sum(role.has_model for role in config.recipe.roles)
+    found["evaluation"] = _FLOAT_BYTES * num_models * max(map(_count_response_tokens, batches))
+    return {phase: held_bytes + num_bytes for phase, num_bytes in found.items()}
+
+
+def _count_phases(
+    phases: Iterator[tuple[Phase, RowTokens, list[TracedResult]]],
+    text_bytes: Mapping[str, float],
+    block_tokens: int,
+    num_candidates: int,
+) -> dict[str, int]:
+    """The most bytes of each phase.
+
+    Args:
+        phases: what each phase stores.
+        text_bytes: of a row's texts, by the source of the rows.
+        block_tokens: of a row that is learned as text; 0: there are none.
+        num_candidates: likeliest tokens that a teacher names for each token.
+    """
     found: dict[str, int] = {}
     set_names = map(_name_set, count())
-    for phase, tokens, results in walk_results(config, plan, inputs):
+    for phase, tokens, results in phases:
         num_bytes = 0.0
         for result in results:
             # Responses that no call made are rows to learn.
-            longest = blocks if blocks and result.call is None else max(tokens.responses)
+            longest = block_tokens if block_tokens and result.call is None else max(tokens.responses)
             response_tokens = result.num_rows * longest
             for name in result.columns:
                 if name == "answer":
                     num_bytes += text_bytes[tokens.source] * result.num_rows
                 elif name in _CANDIDATES:
-                    num_bytes += _FLOAT_BYTES * candidates * response_tokens
+                    num_bytes += _FLOAT_BYTES * num_candidates * response_tokens
                 elif name in _ROW_BYTES:
                     num_bytes += _ROW_BYTES[name] * result.num_rows
                 else:
@@ -115,6 +204,18 @@ def estimate_batch_bytes(config: Config, plan: MappingPlan, inputs: RunInputs) -
         name = next(set_names) if phase == "sets" else phase
         found[name] = max(found.get(name, 0), math.ceil(num_bytes))
     return found
+
+
+def _count_bytes(batch: TensorDict) -> int:
+    columns: dict[Any, Any] = dict(batch.items())
+    values = (each.values() if each.is_nested else each for each in columns.values())
+    return sum(each.numel() * each.element_size() for each in values)
+
+
+def _count_response_tokens(batch: TensorDict) -> int:
+    columns: dict[Any, Any] = dict(batch.items())
+    names = [name for name in columns if name.endswith("_ids") and name != "prompt_ids"]
+    return sum(columns[name].values().numel() for name in names)
 
 
 def _name_set(number: int) -> str:

@@ -11,20 +11,22 @@ from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation.responses import list_draws
 from hf_algorithms.evaluation.validation import request_divergence, request_evaluation
 from hf_algorithms.preflight.row_limits import RowTokens
+from hf_algorithms.recipes import SupervisedRecipe
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE, check_calls_outputs
 from hf_controller import TracingExecutor
+from hf_engine import SamplingParams
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import PromptDataset
-    from hf_algorithms.preflight.inputs import RunInputs
+    from hf_algorithms.preflight.inputs import ModelInputs, RunInputs
     from hf_controller import TracedCall, TracedResult
     from hf_protocols import MappingPlan
     from hf_protocols.dataflow import CallKind
 
-__all__ = ["Phase", "PlannedCall", "walk_calls", "walk_results"]
+__all__ = ["Phase", "PlannedCall", "walk_calls", "walk_results", "walk_supervised"]
 
 Phase = Literal["warm start", "iterations", "evaluation", "divergence", "sets"]
 """`sets` are those of `[[evaluation]]`."""
@@ -90,8 +92,29 @@ def walk_results(
             yield phase, tokens, results
 
 
+def walk_supervised(
+    config: Config, plan: MappingPlan, inputs: ModelInputs, tokens: RowTokens
+) -> Iterator[tuple[Phase, RowTokens, list[TracedResult]]]:
+    """Yields an iteration of a supervised run whose batch has the rows of `tokens`, and sets, as `walk_results` does.
+
+    Raises:
+        HybridFlowError: as `walk_calls` does.
+    """
+    recipe = config.recipe
+    assert isinstance(recipe, SupervisedRecipe), "a configuration that was read for a supervised command"
+
+    def list_steps(executor: TracingExecutor, roles: Roles, *_: Any) -> Iterator[_PlannedPhase]:
+        batch = executor.put_columns(recipe.columns, len(tokens.prompts))
+        context = build_tracing_context(executor, SamplingParams(max_new_tokens=1))
+        yield "iterations", tokens, partial(recipe.run_step, roles, batch, config.algorithm, context)
+
+    for list_phases in (list_steps, *([_list_sets] if inputs.evaluations else [])):
+        for phase, rows, _, _, results in _walk(config, plan, inputs, list_phases):
+            yield phase, rows, results
+
+
 def _walk(
-    config: Config, plan: MappingPlan, inputs: RunInputs, list_phases: Callable[..., Iterator[_PlannedPhase]]
+    config: Config, plan: MappingPlan, inputs: ModelInputs, list_phases: Callable[..., Iterator[_PlannedPhase]]
 ) -> Iterator[tuple[Phase, RowTokens, Roles, list[TracedCall], list[TracedResult]]]:
     executor = TracingExecutor()
     roles = build_roles(executor, config, plan, inputs, ())
@@ -124,7 +147,7 @@ def _list_phases(executor: TracingExecutor, roles: Roles, config: Config, inputs
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
 
 
-def _list_sets(executor: TracingExecutor, roles: Roles, config: Config, inputs: RunInputs) -> Iterator[_PlannedPhase]:
+def _list_sets(executor: TracingExecutor, roles: Roles, config: Config, inputs: ModelInputs) -> Iterator[_PlannedPhase]:
     """Yields the generation of each set of `[[evaluation]]`, as `_list_phases` does of a run's other calls."""
     for each in inputs.evaluations:
         group, sampling = roles.having("generate_sequences"), each.build_sampling(config, stop_ids=inputs.stop_ids)

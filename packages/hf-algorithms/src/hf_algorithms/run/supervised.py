@@ -20,6 +20,7 @@ from hf_algorithms.models.role_models import find_role_models, list_main_backend
 from hf_algorithms.preflight.inputs import DATA_SETS, ModelInputs, build_turn_format
 from hf_algorithms.preflight.machine import check_machine
 from hf_algorithms.preflight.placement import check_plan, check_train_backends, compute_workload, plan_placement
+from hf_algorithms.preflight.store_room import describe_supervised_store
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
 from hf_algorithms.run.deadlines import evaluation_deadline
@@ -81,6 +82,11 @@ class SupervisedInputs(ModelInputs):
         sets = (self.train, self.validation, self.test)
         return [*self.files, *dict.fromkeys(line for data in sets for line in data.describe_rows())]
 
+    def describe_store(self, config: Config, plan: MappingPlan, *, is_here: bool) -> list[str]:
+        """Returns what `describe_supervised_store` does for these rows."""
+        held_out = (self.validation, self.test)
+        return describe_supervised_store(config, plan, self, train=self.train, held_out=held_out, is_here=is_here)
+
 
 def run_supervised(
     config: Config,
@@ -128,7 +134,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             RunDisplay(config.run.iterations, started_s=started_s) as display,
             ExitStack() as stack,
         ):
-            for line in inputs.describe_data():
+            for line in (*inputs.describe_data(), *inputs.describe_store(config, plan, is_here=True)):
                 display.note(line)
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
