@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from heapq import nlargest
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_algorithms.data import PromptDataset, TextBlocks
 from hf_algorithms.preflight.row_limits import RowTokens
@@ -32,6 +32,7 @@ _SPILL_PERCENT = 80
 """Of the object store: with more in it, Ray begins to move batches to files."""
 
 _FLOAT_BYTES = 4
+_LENGTH_BYTES = 4
 _ROW_BYTES = {
     **dict.fromkeys(("next_values", "next_returns"), _FLOAT_BYTES),
     **dict.fromkeys(("group_id", "group_tokens"), 8),
@@ -50,10 +51,6 @@ _SIZES = {
     "divergence": ("data.max_eval_rows", "rollout.max_new_tokens"),
 }
 """Keys from which the batches of a phase have their size; the first is the one to lower."""
-_SUPERVISED_SIZES = {
-    "iterations": ("algorithm.batch_size", "data.max_eval_rows"),
-    "evaluation": ("data.max_eval_rows",),
-}
 
 
 def describe_store(config: Config, plan: MappingPlan, inputs: RunInputs, *, is_here: bool) -> list[str]:
@@ -92,8 +89,17 @@ def describe_supervised_store(
     store_bytes = _find_store(config, is_here=is_here)
     if store_bytes is None:
         return []
-    found = estimate_supervised_bytes(config, plan, inputs, train=train, held_out=held_out)
-    return _describe_largest(config, found, _SUPERVISED_SIZES, inputs, store_bytes)
+    lines: list[str] = []
+    for exactly in (False, True):
+        found = estimate_supervised_bytes(config, plan, inputs, train=train, held_out=held_out, exactly=exactly)
+        of_iteration = ("data.max_eval_rows", "algorithm.batch_size")
+        if 2 * found["evaluation"] < found["iterations"]:
+            of_iteration = of_iteration[::-1]
+        keys = {"iterations": of_iteration, **dict.fromkeys(("evaluation", "sets"), ("data.max_eval_rows",))}
+        lines = _describe_largest(config, found, keys, inputs, store_bytes)
+        if not lines:
+            break
+    return lines
 
 
 def _find_store(config: Config, *, is_here: bool) -> int | None:
@@ -107,7 +113,7 @@ def _find_store(config: Config, *, is_here: bool) -> int | None:
 def _describe_largest(
     config: Config, found: Mapping[str, int], keys: Mapping[str, Sequence[str]], inputs: ModelInputs, store_bytes: int
 ) -> list[str]:
-    """Describes the phase that takes most, if the store has too little room for it."""
+    """Describes the phase that takes most, if the store has too little room for it; `keys` as in `_SIZES`."""
     phase = max(found, key=found.__getitem__)
     least = math.ceil(found[phase] * 100 / _SPILL_PERCENT)
     if store_bytes >= least:
@@ -117,6 +123,7 @@ def _describe_largest(
     else:
         sets = {_name_set(number): each for number, each in enumerate(inputs.evaluations)}
         sizes = {f"{phase}.max_new_tokens": sets[phase].max_new_tokens}
+        sizes |= {key: attrgetter(key)(config) for key in keys.get("sets", ())}
     line = (
         f"{', '.join(f'{key} = {size}' for key, size in sizes.items())}: the batches take up to {_show(found[phase])}, "
         f"more than {_SPILL_PERCENT} % of the object store's {_show(store_bytes)}. Ray moves what exceeds that to "
@@ -145,25 +152,37 @@ def estimate_supervised_bytes(
     *,
     train: SupervisedDataset,
     held_out: Sequence[SupervisedDataset],
+    exactly: bool = True,
 ) -> dict[str, int]:
     """Returns what `estimate_batch_bytes` does, for a run that learns from the rows of `train` as they are.
 
-    The rows of `held_out` are there for the whole run, and each model leaves a number of every response token where
-    they are evaluated. The rows of an iteration are as long as the longest.
+    The rows of `held_out` stay for the whole run. While they are evaluated, each model leaves one number for each
+    response token, and a model that scores one for each row. The rows of an iteration are as long as the longest.
+
+    Args:
+        exactly: whether the tokens of `held_out` are counted, which reads all its rows; otherwise each row is as long
+            as the longest.
     """
-    batches = [data.batch(range(len(data))) for data in held_out]
-    held_bytes = sum(map(_count_bytes, batches))
-    num_rows = config.algorithm.model_dump()["batch_size"] * len(train.batch([0]))
+    recipe, sample = config.recipe, train.batch([0])
+    batch_size = config.algorithm.model_dump()["batch_size"]
+    sizes = [
+        _measure(data.batch(range(len(data)))) if exactly else _bound(data, sample, len(data)) for data in held_out
+    ]
+    held_bytes = sum(size.num_bytes for size in sizes)
     longest = RowTokens(
         source=train.source,
         where=str,
-        prompts=[train.max_prompt_tokens] * num_rows,
-        responses=[train.max_response_tokens] * num_rows,
+        prompts=[train.max_prompt_tokens] * batch_size * len(sample),
+        responses=[train.max_response_tokens] * batch_size * len(sample),
     )
     text_bytes = {each.data.source: _measure_texts(each.data) for each in inputs.evaluations}
     found = _count_phases(walk_supervised(config, plan, inputs, longest), text_bytes, 0, 1)
-    num_models = sum(role.has_model for role in config.recipe.roles)
-    found["evaluation"] = _FLOAT_BYTES * num_models * max(map(_count_response_tokens, batches))
+    found["iterations"] += _bound(train, sample, batch_size).num_bytes
+    if getattr(recipe.roles[0].load_worker(), "head", "lm") == "score":
+        found["evaluation"] = max(2 * _FLOAT_BYTES * size.num_rows for size in sizes)
+    else:
+        num_models = sum(role.has_model for role in recipe.roles) + len(recipe.played)
+        found["evaluation"] = max(_FLOAT_BYTES * num_models * size.response_tokens for size in sizes)
     return {phase: held_bytes + num_bytes for phase, num_bytes in found.items()}
 
 
@@ -173,12 +192,12 @@ def _count_phases(
     block_tokens: int,
     num_candidates: int,
 ) -> dict[str, int]:
-    """The most bytes of each phase.
+    """Returns the bytes of each phase where they are most.
 
     Args:
         phases: what each phase stores.
         text_bytes: of a row's texts, by the source of the rows.
-        block_tokens: of a row that is learned as text; 0: there are none.
+        block_tokens: of a row that is learned as text, or 0 without such rows.
         num_candidates: likeliest tokens that a teacher names for each token.
     """
     found: dict[str, int] = {}
@@ -206,16 +225,39 @@ def _count_phases(
     return found
 
 
-def _count_bytes(batch: TensorDict) -> int:
-    columns: dict[Any, Any] = dict(batch.items())
-    values = (each.values() if each.is_nested else each for each in columns.values())
-    return sum(each.numel() * each.element_size() for each in values)
+class _Size(NamedTuple):
+    """Rows, bytes with the lengths of rows, and tokens of responses of a batch."""
+
+    num_rows: int
+    num_bytes: int
+    response_tokens: int
 
 
-def _count_response_tokens(batch: TensorDict) -> int:
-    columns: dict[Any, Any] = dict(batch.items())
-    names = [name for name in columns if name.endswith("_ids") and name != "prompt_ids"]
-    return sum(columns[name].values().numel() for name in names)
+def _measure(batch: TensorDict) -> _Size:
+    """Returns the size of a batch."""
+    columns: dict[str, Any] = dict(batch.items())
+    jagged = {name: column.values() for name, column in columns.items() if column.is_nested}
+    num_bytes = sum(column.nbytes for name, column in columns.items() if name not in jagged)
+    num_bytes += sum(values.nbytes + _LENGTH_BYTES * len(batch) for values in jagged.values())
+    return _Size(len(batch), num_bytes, sum(len(jagged[name]) for name in jagged if _is_response(name)))
+
+
+def _bound(data: SupervisedDataset, sample: TensorDict, num_chosen: int) -> _Size:
+    """Returns the size of as many rows of `data`, each as long as the longest, with the columns of one row."""
+    columns: dict[str, Any] = dict(sample.items())
+    num_bytes = response_tokens = 0
+    for name, column in columns.items():
+        if not column.is_nested:
+            num_bytes += column.nbytes
+            continue
+        tokens = len(sample) * (data.max_prompt_tokens if name == "prompt_ids" else data.max_response_tokens)
+        num_bytes += tokens * column.values().element_size() + _LENGTH_BYTES * len(sample)
+        response_tokens += tokens if _is_response(name) else 0
+    return _Size(num_chosen * len(sample), num_chosen * num_bytes, num_chosen * response_tokens)
+
+
+def _is_response(name: str) -> bool:
+    return name.endswith("_ids") and name != "prompt_ids"
 
 
 def _name_set(number: int) -> str:

@@ -95,7 +95,9 @@ def walk_results(
 def walk_supervised(
     config: Config, plan: MappingPlan, inputs: ModelInputs, tokens: RowTokens
 ) -> Iterator[tuple[Phase, RowTokens, list[TracedResult]]]:
-    """Yields an iteration of a supervised run whose batch has the rows of `tokens`, and sets, as `walk_results` does.
+    """Yields an iteration of a supervised run, without its batch; and sets, as `walk_results` does.
+
+    The batch has the rows of `tokens`.
 
     Raises:
         HybridFlowError: as `walk_calls` does.
@@ -110,7 +112,7 @@ def walk_supervised(
 
     for list_phases in (list_steps, *([_list_sets] if inputs.evaluations else [])):
         for phase, rows, _, _, results in _walk(config, plan, inputs, list_phases):
-            yield phase, rows, results
+            yield phase, rows, [result for result in results if phase == "sets" or result.call is not None]
 
 
 def _walk(

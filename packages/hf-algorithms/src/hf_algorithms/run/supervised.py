@@ -388,6 +388,7 @@ class _SupervisedRun:
             futures = self._recipe.run_step(self._roles, batch, config.algorithm, context)
             metrics = average_metrics(self._recipe.name, futures)
         self._ledger.settle()
+        del batch, futures  # what is evaluated next needs their room in the store
         elapsed_s = time.perf_counter() - start_s
         if iteration % config.run.eval_every == 0 or iteration == config.run.iterations:
             found = self._evaluate("validation")
