@@ -9,7 +9,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 # An engine's environment is compiled by its first import.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Four parts are tested at a time, the longest first: clusters and ranks also wait.
+# Four parts are tested at a time, the longest first: clusters and ranks wait now and then, and two cores stay busy.
 PARTS := hf-engine-a-l hf-engine-m-z integration-g-z integration-a-f hf-controller hf-algorithms hf-mapper hf-protocols
 # The two largest by the first letter of their files: in one process each they would end last, alone.
 integration-a-f := $(wildcard integration-tests/tests/test_[a-f]*.py)

@@ -4,13 +4,15 @@ The command is a user's: a program of its own, the quickstart's settings without
 before it trains. The clock starts with the program and stops when the first iteration begins, which is the end of
 `start_s` in the run's `summary.json`; what is not in its phases are imports. Runs take turns.
 
-The floor is bare Ray: a program that imports the same libraries, starts Ray, and has as many actors as the run has
-processes import them too. It holds no model and checks nothing.
+Bare Ray stands next to it: a program that imports torch, tensordict and transformers, starts Ray as the executor does,
+and has as many actors as the run has workers. Two of them import what ranks of a sharded model do, two torch and
+tensordict, as the reward function and the advantages. There is no model and no check.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -33,7 +35,14 @@ import time
 import ray, tensordict, torch
 from transformers.models.llama import modeling_llama
 
-ray.init(address="local", num_cpus=4, object_store_memory=256 << 20, log_to_driver=False, include_dashboard=False)
+ray.init(
+    address="local",
+    num_cpus=4,
+    object_store_memory=256 << 20,
+    log_to_driver=False,
+    include_dashboard=False,
+    _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+)
 
 
 @ray.remote
@@ -50,6 +59,7 @@ class Process:
 # Two ranks of the models, the reward function and the advantages.
 ray.get([Process.remote().load.remote(is_rank) for is_rank in (True, True, False, False)])
 print(time.time())
+ray.shutdown()
 """
 
 
@@ -106,7 +116,9 @@ def _start(folder: Path, executor: str) -> dict[str, float]:
 def _start_bare() -> float:
     """Seconds until bare actors have the libraries of a run."""
     begun_s = time.time()
-    ended = subprocess.run([sys.executable, "-c", BARE_RAY], check=True, capture_output=True, text=True)
+    environment = os.environ | {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    command = [sys.executable, "-c", BARE_RAY]
+    ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return float(ended.stdout) - begun_s
 
 

@@ -79,6 +79,7 @@ def test_a_run_leaves_an_adapter_and_the_next_one_builds_on_it(hybridflow: Comma
         torch.testing.assert_close(base[name], tensor, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_on_ray_train_adapters(
     hybridflow: Command, lora_config: Path, cluster_address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -242,6 +242,7 @@ def train(body: Mapping[str, Any], *, on_all_ranks: bool = False) -> list[dict[s
     return read_metrics(Path(config.run.output_dir))
 
 
+@pytest.mark.slow
 def test_ppo_on_ray_learns_from_a_reward_model(
     reward_run: Path, addition_data: Path, tmp_path: Path, cluster_address: str
 ) -> None:

@@ -36,7 +36,7 @@ IN_CI = {
     ("SIGKILL", "before", "one"),
     ("SIGSTOP", "inside", "two"),
 }
-"""Twelve with the cells under torchrun: every row and every column. Who is stopped takes until a deadline."""
+"""Twelve with the cells under torchrun: every row and every column. A stopped rank waits for a deadline: `slow`."""
 MESSAGES = {
     "raise": r"KeyError: 'the rank failed'",
     "exit": r"process \w+/1 is gone: (exit code 7|The actor)",

@@ -77,7 +77,7 @@ REPORT = r"rank +: {} .*\n +exitcode +: {} .*\n +error_file: .*\n +traceback : (
 def find_marks(cell: tuple[str, str]) -> tuple[pytest.MarkDecorator, ...]:
     if cell not in IN_CI:
         return (pytest.mark.failures,)
-    return (pytest.mark.slow,) if cell[0] == "SIGSTOP" else ()  # who is stopped takes until a deadline
+    return (pytest.mark.slow,) if cell[0] == "SIGSTOP" else ()  # a stopped rank ends at its deadline only
 
 
 def is_alive(pid: int) -> bool:
