@@ -354,6 +354,8 @@ def list_findings(house: House) -> Iterator[str]:
 
 def main(arguments: Sequence[str]) -> int:
     """Writes the page, and with `--list` prints the findings."""
+    if unknown := set(arguments) - {"--list"}:
+        sys.exit(f"unknown: {' '.join(sorted(unknown))}\n{__doc__}")
     house = read_house()
     before, _, rest = PAGE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)

@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 READMES = sorted(ROOT.glob("packages/*/README.md"))
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+SOURCES = [path for path in sorted(ROOT.glob("packages/*/src/**/*.py")) if "\n```python\n" in path.read_text()]
+"""Those whose docstring shows a program."""
 
 
 def _blocks(pages: list[Path]) -> list[Any]:
@@ -59,7 +61,7 @@ def test_a_pages_block_prints_what_the_page_shows(block: str, shown: str, tmp_pa
     assert finished.stdout == shown
 
 
-@pytest.mark.parametrize("block", _blocks(PAGES))
+@pytest.mark.parametrize("block", _blocks([*PAGES, *SOURCES]))
 def test_a_pages_block_parses_and_its_imports_exist(block: str) -> None:
     for node in ast.walk(ast.parse(block)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_"):

@@ -17,6 +17,7 @@ ALL_PYTHON = sorted(
 )
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
+MAX_TEST_NAME = 60
 LEFTOVER_NAMES = frozenset({"common", "helpers", "misc", "utils"})
 EXECUTOR_BOUNDARY = ("executors/ray/actor.py", "hf_controller/executors/rank_runtime.py")
 """Errors of a rank travel from here to the controller."""
@@ -28,7 +29,7 @@ USERS_OF_GROUP_INTERNALS = {
 """One module of a package: a release of torch that changes its internals is met there."""
 GROUP_INTERNALS = re.compile(r"c10d\._\w|\bBackend\._\w|\b_get_default_group\b")
 ONLY_USER_OF_RAY_INTERNALS = ROOT / "packages/hf-controller/src/hf_controller/executors/ray/ray_internals.py"
-RAY_INTERNALS = re.compile(r"\bray\._\w|\b_raylet\b")
+RAY_INTERNALS = re.compile(r"\bray\._\w|\b_raylet\b|\._actor_id\b")
 ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
 
 each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "packages")))
@@ -49,6 +50,17 @@ def test_sizes(path: Path) -> None:
     functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def test_names_of_tests_are_short() -> None:
+    names = [
+        node.name
+        for path in ALL_PYTHON
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and (node.name.startswith("test_") or "testing/_" in str(path))
+    ]
+    assert len(names) > 2500
+    assert [name for name in names if len(name) > MAX_TEST_NAME] == []
 
 
 @each_source

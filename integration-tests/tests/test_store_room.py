@@ -297,7 +297,7 @@ def test_rows_of_any_columns_have_a_bound() -> None:
     assert store_room._bound(data, data.batch([0]), 7) == (7, 7 * row_bytes, 0)
 
 
-def test_held_out_rows_above_the_store_are_said_before_anything_starts(
+def test_held_out_rows_above_the_store_are_said_at_once(
     tmp_path: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     length = 1000

@@ -252,7 +252,7 @@ def test_a_module_that_fails_to_import_shows_where(folder, source, says):
     assert "failing.py" in str(caught.value)
 
 
-def test_an_address_of_another_scheme_is_named_without_its_secret():
+def test_an_address_of_another_scheme_keeps_its_secret():
     with pytest.raises(
         ConfigError, match=r"^'ftp://[^@]*@host/score': a server is asked by http:// or https://"
     ) as caught:

@@ -9,8 +9,24 @@ import sys
 import ray._private.ray_constants as constants
 import ray._private.services as services
 import ray._private.worker as worker
+from ray.actor import ActorHandle
 
-from hf_controller.executors.ray.ray_internals import filter_printed, start_workers_without_uv, starting_by
+from hf_controller.executors.ray.ray_internals import (
+    filter_printed,
+    find_actor_id,
+    start_workers_without_uv,
+    starting_by,
+)
+
+
+class Handle:
+    def __init__(self):
+        self._actor_id = bytes([1, 255])
+
+
+def test_a_handle_has_the_id_of_its_actor():
+    assert isinstance(ActorHandle._actor_id, property)
+    assert find_actor_id(Handle()) == "01ff"
 
 
 def test_ray_starts_its_processes_by_one_class():

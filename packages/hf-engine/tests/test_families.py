@@ -117,7 +117,7 @@ def test_a_model_without_a_number_of_layers_is_one_line(tmp_path):
         load_rollout_backend("transformers").check_model(files, on_cpu=True)
 
 
-def test_layers_count_and_not_the_class_that_may_have_recurrent_ones(tmp_path):
+def test_recurrent_layers_count_and_not_the_class(tmp_path):
     """Small Granite 4 models have attention in all layers of a class that transformers calls stateful."""
     model = write_tiny_family(tmp_path, "granitemoehybrid")
     backend = load_train_backend("fsdp")

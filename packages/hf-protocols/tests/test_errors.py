@@ -10,7 +10,7 @@ from hf_protocols import errors
 def test_the_drawing_is_the_tree() -> None:
     parents, drawn = [errors.HybridFlowError], {}
     for line in errors.__doc__.splitlines():
-        match = re.match(r"^ {4}([|` -]*)(\w+Error)\b", line)
+        match = re.match(r"^([|` -]*)(\w+Error)\b", line)
         if match and match[1]:
             depth = len(match[1]) // 4
             drawn[match[2]] = parents[depth - 1].__name__

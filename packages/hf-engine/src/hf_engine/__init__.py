@@ -2,6 +2,7 @@
 
 `hf` stands for HybridFlow. Planning (`plan_reshard`) is pure; execution (`execute_reshard`, `HybridEngine`) runs under
 any torch.distributed launcher. Backends are entry points and load only when they are asked for.
+What must not live here: Ray, roles and algorithms.
 """
 
 from __future__ import annotations

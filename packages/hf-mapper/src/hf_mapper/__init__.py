@@ -1,18 +1,20 @@
 """Choose GPUs, placement and parallelism for an RLHF dataflow: on a laptop, in seconds, with the reasons.
 
-::
+```python
+from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
+from hf_protocols import Dataflow, ModelShape
 
-    from hf_mapper import ClusterSpec, MachineSpec, WorkloadSpec, gpu, map_dataflow
-    from hf_protocols import Dataflow, ModelShape
+shape = ModelShape.preset("llama-2-13b")
+machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=2)
+plan = map_dataflow(
+    Dataflow.preset("ppo"),
+    {role: shape for role in ("actor", "critic", "reference", "reward")},
+    ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9),
+    WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8),
+)
+```
 
-    shape = ModelShape.preset("llama-2-13b")
-    machine = MachineSpec(gpu=gpu("a100-80"), num_gpus=8, num_machines=2)
-    plan = map_dataflow(
-        Dataflow.preset("ppo"),
-        {role: shape for role in ("actor", "critic", "reference", "reward")},
-        ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9),
-        WorkloadSpec(global_batch=1024, prompt_tokens=1024, response_tokens=1024, mini_batches=8),
-    )
+What must not live here: torch, processes, and the names of an algorithm's methods or columns.
 """
 
 from __future__ import annotations

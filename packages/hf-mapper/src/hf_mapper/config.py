@@ -1,32 +1,32 @@
 """A mapping problem as a TOML file.
 
-::
+```toml
+dataflow = "ppo"                    # the name of an algorithm, as in hybridflow algorithms
+backends = ["fsdp", "megatron"]     # optional
 
-    dataflow = "ppo"                    # the name of an algorithm, as in hybridflow algorithms
-    backends = ["fsdp", "megatron"]     # optional
+[models]                            # a preset, a path to a config.json or its directory, or a table of sizes
+actor = "llama-2-13b"
+critic = "llama-2-13b"
+reference = "llama-2-13b"
+reward = { params_b = 7 }           # or layers, hidden and heads, as for a GPT
 
-    [models]                            # a preset, a path to a config.json or its directory, or a table of sizes
-    actor = "llama-2-13b"
-    critic = "llama-2-13b"
-    reference = "llama-2-13b"
-    reward = { params_b = 7 }           # or layers, hidden and heads, as for a GPT
+[cluster]
+inter_bandwidth_bytes_per_s = 25e9  # per machine, one way
 
-    [cluster]
-    inter_bandwidth_bytes_per_s = 25e9  # per machine, one way
+[[cluster.machines]]
+gpu = "a100-80"                     # a name of the catalogue, or a table of GpuSpec's fields
+num_gpus = 8
+num_machines = 2
+host_memory_bytes = 1_000_000_000_000   # optional: models may be offloaded into it
 
-    [[cluster.machines]]
-    gpu = "a100-80"                     # a name of the catalogue, or a table of GpuSpec's fields
-    num_gpus = 8
-    num_machines = 2
-    host_memory_bytes = 1_000_000_000_000   # optional: models may be offloaded into it
-
-    [workload]
-    global_batch = 1024
-    prompt_tokens = 1024                # one length, or a list of equally likely ones
-    response_tokens = [256, 512, 768, 1024]
-    mini_batches = 8
-    largest_generation = "2-64"         # optional: of a generation replica, pp-tp; 1-64 is what the shipped engines run
-    adapters = { rank = 16 }            # optional: trained in place of the weights, on a frozen base; targets = [...]
+[workload]
+global_batch = 1024
+prompt_tokens = 1024                # one length, or a list of equally likely ones
+response_tokens = [256, 512, 768, 1024]
+mini_batches = 8
+largest_generation = "2-64"         # optional: of a generation replica, pp-tp; 1-64 is what the shipped engines run
+adapters = { rank = 16 }            # optional: trained in place of the weights, on a frozen base; targets = [...]
+```
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
 """Every error that HybridFlow raises on purpose, as one tree.
 
-::
-
-    HybridFlowError
-    |-- ConfigError             a configuration value or key that cannot be used        (also a ValueError)
-    |-- DataError               a data file, a line of it, or a prompt                  (also a ValueError)
-    |-- TopologyError           sizes that do not divide, a rank or axis that is absent (also a ValueError)
-    |-- PlanError               a mapping plan that cannot be read, met or found        (also a ValueError)
-    |-- ProtocolError           a transfer protocol or a registration used wrongly      (also a ValueError)
-    |-- BatchError              rows or columns of a batch that do not fit              (also a ValueError)
-    |-- RewardError             a reward function that raised or returned wrong values
-    |-- BackendError            a training or generation backend that refuses
-    |   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
-    |   |-- ModelError                files of a model or tokenizer that cannot be used  (also a ValueError)
-    |   |-- ReshardError              a weight transfer that is incomplete or does not match
-    |   |-- StateError                a training state that cannot be written or read
-    |   `-- NonFiniteLossError        a loss or gradient norm that is NaN or infinite
-    |-- PoolError               slots that the cluster does not have
-    `-- WorkerError             a call that failed on a rank
-        `-- WorkerTimeoutError  a call, or a start, that passed its deadline
+```text
+HybridFlowError
+|-- ConfigError             a configuration value or key that cannot be used        (also a ValueError)
+|-- DataError               a data file, a line of it, or a prompt                  (also a ValueError)
+|-- TopologyError           sizes that do not divide, a rank or axis that is absent (also a ValueError)
+|-- PlanError               a mapping plan that cannot be read, met or found        (also a ValueError)
+|-- ProtocolError           a transfer protocol or a registration used wrongly      (also a ValueError)
+|-- BatchError              rows or columns of a batch that do not fit              (also a ValueError)
+|-- RewardError             a reward function that raised or returned wrong values
+|-- BackendError            a training or generation backend that refuses
+|   |-- BackendUnavailableError   its library is missing; the message has the line that installs it
+|   |-- ModelError                files of a model or tokenizer that cannot be used  (also a ValueError)
+|   |-- ReshardError              a weight transfer that is incomplete or does not match
+|   |-- StateError                a training state that cannot be written or read
+|   `-- NonFiniteLossError        a loss or gradient norm that is NaN or infinite
+|-- PoolError               slots that the cluster does not have
+`-- WorkerError             a call that failed on a rank
+    `-- WorkerTimeoutError  a call, or a start, that passed its deadline
+```
 
 A message states the given value, the rule that it breaks and what to do.
 """

@@ -1,11 +1,11 @@
 """Laws that every transfer protocol obeys: run them on your own.
 
-::
+```python
+from hf_protocols import ParallelSpec, Topology
+from hf_protocols.testing import check_transfer_protocol
 
-    from hf_protocols import ParallelSpec, Topology
-    from hf_protocols.testing import check_transfer_protocol
-
-    check_transfer_protocol(MY_PROTOCOL, Topology(ParallelSpec(dp_size=4)), num_rows=10)
+check_transfer_protocol(MY_PROTOCOL, Topology(ParallelSpec(dp_size=4)), num_rows=10)
+```
 """
 
 from __future__ import annotations

@@ -33,13 +33,11 @@ def compute_transition_cost(
 ) -> TransitionCost:
     """Returns the row of Table 2 for `method`: M is `parameter_bytes`, the whole model in the weights' dtype.
 
-    ====================  =========================  =============  ==========
-    method                received per rank          peak           redundancy
-    ====================  =========================  =============  ==========
-    ds-chat               (tpd - 1) / (tpd) M        M              M / (tpd)
-    hybridflow-v          (tp - 1) / (tp) M          M              M / (tp)
-    hybridflow            (tp - t'p') / (t'p' tp) M  M / (t'p')     0
-    ====================  =========================  =============  ==========
+    | method | received per rank | peak | redundancy |
+    |---|---|---|---|
+    | ds-chat | (tpd - 1) / (tpd) M | M | M / (tpd) |
+    | hybridflow-v | (tp - 1) / (tp) M | M | M / (tp) |
+    | hybridflow | (tp - t'p') / (t'p' tp) M | M / (t'p') | 0 |
 
     with t, p, d the training sizes and t', p' the generation sizes. Where t'p' = 1, hybridflow-v keeps its whole
     gather, which contains the training shard: the same volume and no redundancy. Elsewhere its redundancy is the

@@ -104,8 +104,8 @@ class Ledger:
     def settle(self, *, is_skipped: bool = False) -> None:
         """Gives every sample of the iteration its last state, once its metrics are known.
 
-        Samples are trained if a batch has them, else filtered or dropped. A batch without ids stands for all, and so
-        does a step that names no batch.
+        Samples are trained if a batch has them, else filtered or dropped. A batch without ids trains all
+        planned samples, and so does a step that names no batch.
 
         Args:
             is_skipped: a step that names no batch has learned nothing.
@@ -147,7 +147,7 @@ class Ledger:
         self._fresh, self._num_generating, self._awaited = [], 0, []
 
     def _await(self, state: str, batch: BatchFuture) -> None:
-        """Of prompts that no batch was noted for, each state is entered once."""
+        """Notes `batch` of the prompts that wait for one, once for each state."""
         if self._fresh and not any(known == state and of is self._fresh for known, of, _ in self._awaited):
             self._awaited.append((state, self._fresh, batch))
 

@@ -18,7 +18,7 @@ __all__ = ["replay"]
 @click.option("--rank", default=0, show_default=True, type=click.IntRange(min=0), help="Rank that recorded it.")
 @click.option("--debug", is_flag=True, help="Stop in the first line of the method, and where it raises, with pdb.")
 def replay(run: Path, iteration: int, role: str, rank: int, debug: bool) -> None:
-    """Run a call of RUN again that failed and was recorded, in this process, and print its metrics."""
+    """Run a recorded call of RUN again in this process, and print its metrics."""
     from hf_algorithms.replay.bundle import find_bundle
     from hf_algorithms.replay.rerun import run_again
 

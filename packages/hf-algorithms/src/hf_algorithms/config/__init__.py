@@ -1,4 +1,8 @@
-"""The configuration of a run: one TOML file, whose every key is checked when it is read."""
+"""The configuration of a run: one TOML file, whose every key is checked when it is read.
+
+What lives here: the sections and their keys, how a file, `--set` and Python become one, and messages about keys.
+What must not: looking at data, models or the machine. `preflight` does that.
+"""
 
 from __future__ import annotations
 

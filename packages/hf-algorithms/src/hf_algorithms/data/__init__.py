@@ -1,6 +1,7 @@
 """Rows of any format, the example data sets, tokenizers, and batches of token ids.
 
-Importing this package loads neither torch nor transformers.
+What lives here: readers and writers of rows, formats of chats, and the order in which rows are drawn.
+What must not: models, losses and rewards. Importing this package loads neither torch nor transformers.
 """
 
 from __future__ import annotations

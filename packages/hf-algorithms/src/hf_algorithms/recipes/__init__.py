@@ -2,6 +2,7 @@
 
 A recipe is a single-process program over roles. `RECIPES` maps the names of `[algorithm] name` to the shipped ones.
 Your own is a `Recipe` object, which `[algorithm] recipe = "module:RECIPE"` names.
+What must not live here: processes, devices, backends, and the formula of a loss or an advantage.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A run's directory as one page, `report.html` (no network, no server, no scripts), and its trace as two tables."""
+"""A run's directory as one page, `report.html` (no network, no server, no scripts), and its trace as two tables.
+
+What lives here: pages, figures and tables of a run's files.
+What must not: anything that reads a run in another way than by its files.
+"""
 
 from __future__ import annotations
 

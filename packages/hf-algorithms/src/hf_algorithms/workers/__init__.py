@@ -1,4 +1,8 @@
-"""Role workers: an engine backend and a loss behind `@register`; reward and advantage hold no model."""
+"""Role workers: an engine backend and a loss behind `@register`; reward and advantage hold no model.
+
+What lives here: the methods of each role, with the columns that they read and write.
+What must not: formulas (`losses`, `advantages`), and what only one backend knows (hf-engine).
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class ActorWorker(PolicyWorker):
         bound: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
         self._engine = HybridEngine(self._train, generator, context.topology, **bound)
         self._rest()
-        # The dtype by whose bounds an engine is judged whose memory cannot be read.
+        # The dtype whose bounds apply to an engine with weights that cannot be read.
         self._dtype = self._coarser_dtype()
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._dtype
         self._sampled: tuple[int, float] | None = None

@@ -1,14 +1,14 @@
 """The executors' conformance suite: what a program may rely on, wherever its calls run.
 
-::
+```python
+from hf_controller.testing import StageWorker, conformance_checks
 
-    from hf_controller.testing import Stage, conformance_checks
+with MyExecutor() as executor, StageWorker(executor) as stage:
+    for check in conformance_checks(collectives=False):
+        check(stage)
+```
 
-    with MyExecutor() as executor, Stage(executor) as stage:
-        for check in conformance_checks(collectives=False):
-            check(stage)
-
-A check is a function of a `Stage`; it raises AssertionError where the executor differs. Checks that need
+A check is a function of a `StageWorker`; it raises AssertionError where the executor differs. Checks that need
 collectives between ranks come last: an executor that runs ranks one after another leaves them out.
 """
 

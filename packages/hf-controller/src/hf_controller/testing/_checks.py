@@ -270,7 +270,7 @@ def every_call_leaves_a_span_per_rank(stage: StageWorker) -> None:
         require(span.bytes_read > 0, True, "bytes")
 
 
-def the_written_trace_keeps_times_and_bytes_of_every_call_and_rank(stage: StageWorker) -> None:
+def the_written_trace_keeps_times_and_bytes_of_each_rank(stage: StageWorker) -> None:
     batch = build_batch(4)
     with stage.executor.trace.label(check="written"):
         stage.two.step(stage.two.echo(batch), seconds=0.05).result()
@@ -318,7 +318,7 @@ def fused_roles_with_other_layouts_share_the_ranks(stage: StageWorker) -> None:
     )
 
 
-def colocated_groups_with_other_layouts_meet_in_collectives_of_their_own(stage: StageWorker) -> None:
+def colocated_groups_meet_in_collectives_of_their_own(stage: StageWorker) -> None:
     batch = build_batch(3)
     require(stage.colocated.sum_of_ranks().result(), [1.0, 1.0], "sum over ranks")
     for group, copies in ((stage.two, 1), (stage.colocated, 2), (stage.two, 1)):
@@ -380,14 +380,14 @@ _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
     a_future_inside_a_container_is_refused,
     an_unknown_method_names_the_known_ones,
     every_call_leaves_a_span_per_rank,
-    the_written_trace_keeps_times_and_bytes_of_every_call_and_rank,
+    the_written_trace_keeps_times_and_bytes_of_each_rank,
     groups_on_one_pool_take_turns,
 )
 
 _WITH_COLLECTIVES: tuple[Check, ...] = (
     ranks_meet_in_collectives,
     fused_roles_with_other_layouts_share_the_ranks,
-    colocated_groups_with_other_layouts_meet_in_collectives_of_their_own,
+    colocated_groups_meet_in_collectives_of_their_own,
     three_rows_on_two_ranks_meet_in_a_collective,
     skewed_token_counts_meet_in_a_collective,
 )

@@ -147,7 +147,7 @@ class TrainBackend(Protocol):
                 `candidate_ids`, jagged [B, tokens, k]; a token outside of the vocabulary has -inf.
 
         Returns:
-            This rank's metrics summed over micro-batches, and those of `optim_step`. Of a step that is left out, those
+            This rank's metrics summed over micro-batches, and those of `optim_step`. For a step that is left out, those
             of `optim_step` alone.
 
         Raises:
@@ -291,7 +291,7 @@ class TrainBackend(Protocol):
             Bytes freed on this rank's device, counted in whole storages.
 
         Raises:
-            BackendError: not here, but on every device from methods that need what is offloaded: it names `reload`.
+            BackendError: from later methods that need what is offloaded, on every device; it names `reload`.
         """
         ...
 

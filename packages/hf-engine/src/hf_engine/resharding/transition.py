@@ -79,7 +79,7 @@ class TransitionPlan:
 
     @property
     def kept_bytes(self) -> Mapping[int, int]:
-        """By rank: bytes of what it needs that it holds already."""
+        """By rank: bytes of the target shard that it holds already."""
         return self.plan.kept_bytes
 
     @property
@@ -142,12 +142,10 @@ def plan_transition(
 ) -> TransitionPlan:
     """Plans the transition of one model.
 
-    ==============  ================================================================================================
-    hybridflow      every rank receives the part of its generation shard that it lacks (strided groups, section 5.3)
-    hybridflow-v    every rank gathers the whole model inside its training replica, then keeps the shard that the
-                    vanilla groups give it
-    ds-chat         every rank gathers the whole model from ZeRO shards over all ranks, then keeps its shard
-    ==============  ================================================================================================
+    - `"hybridflow"`: every rank receives the part of its generation shard that it lacks (strided groups, section 5.3).
+    - `"hybridflow-v"`: every rank gathers the whole model inside its training replica, then keeps the shard that the
+      vanilla groups give it.
+    - `"ds-chat"`: every rank gathers the whole model from ZeRO shards over all ranks, then keeps its shard.
 
     Args:
         model: names and shapes of the parameters.

@@ -58,8 +58,8 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
     the engine's own loader takes a part.
 
     Raises:
-        BackendError: for a family of which files hold parameters merged or transposed, and for tensors that are neither
-            parameters nor buffers of it.
+        BackendError: if the family's files merge or transpose parameters, and for tensors that are neither parameters
+            nor buffers of the model.
     """
     try:
         shape, buffers = derive_layout(model)

@@ -66,7 +66,7 @@ class Replica:
         """Checks of a method that every rank gets through, or none; see `hf_engine.agreement.together`.
 
         Raises:
-            BackendError: on every rank, if they were given something else, as the number of the agreement says.
+            BackendError: on every rank, if the ranks got different arguments: the numbers of their agreements differ.
         """
         if self._group is None:
             yield Agreement()

@@ -11,6 +11,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostError, RayError, RayTaskError
 
 from hf_controller.executors.ray.process_end import ProcessEnd, ProcessWatch
+from hf_controller.executors.ray.ray_internals import find_actor_id
 from hf_controller.executors.ray.waiting import Inquirer
 from hf_controller.failures import Failure
 
@@ -79,7 +80,7 @@ class HostProcess:
         self.rank = rank
         self.pool = pool
         self.actor = actor
-        self.origin = _origin_of(actor._actor_id.hex())
+        self.origin = _origin_of(find_actor_id(actor))
         self.last_call = "none"
         self.last_answer: Any = None
         self.was_ended = False

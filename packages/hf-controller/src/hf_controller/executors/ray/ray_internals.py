@@ -11,7 +11,7 @@ import ray._private.ray_constants as constants
 import ray._private.services as services
 import ray._private.worker as worker
 
-__all__ = ["filter_printed", "start_workers_without_uv", "starting_by"]
+__all__ = ["filter_printed", "find_actor_id", "start_workers_without_uv", "starting_by"]
 
 
 def filter_printed(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
@@ -22,6 +22,11 @@ def filter_printed(wrap: Callable[[Callable[..., None]], Callable[..., None]]) -
     """
     if not hasattr(worker.print_to_stdstream, "__wrapped__"):
         worker.print_to_stdstream = wrap(worker.print_to_stdstream)
+
+
+def find_actor_id(actor: Any) -> str:
+    """The id of the actor behind a handle, as the actor's own `ray.get_runtime_context().get_actor_id()` has it."""
+    return str(actor._actor_id.hex())
 
 
 @contextmanager
