@@ -9,9 +9,9 @@ import time
 import pytest
 import ray
 
+from fragile_workers import Fragile, build
 from hf_controller import RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
 from hf_controller.executors.ray.placement import place
-from hf_controller.testing._fragile import Fragile, build
 from hf_protocols import (
     DP,
     ONE_TO_ALL,

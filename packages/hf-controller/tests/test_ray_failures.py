@@ -14,9 +14,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from fragile_workers import Fragile, build
 from hf_controller import RemoteCallError, ResourcePool, Worker, WorkerSpec
 from hf_controller.testing import SoloWorker
-from hf_controller.testing._fragile import Fragile, build
 from hf_protocols import (
     ONE_TO_ALL,
     BatchError,
