@@ -5,8 +5,8 @@ before it trains. The clock starts with the program and stops when the first ite
 `start_s` in the run's `summary.json`; what is not in its phases are imports. Runs take turns.
 
 Bare Ray stands next to it: a program that imports torch, tensordict and transformers, starts Ray as the executor does,
-and has as many actors as the run has workers. Two of them import what ranks of a sharded model do, two torch and
-tensordict, as the reward function and the advantages. There is no model and no check.
+and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The other
+two import torch and tensordict, like the workers of the reward and of the advantages. No model is built.
 """
 
 from __future__ import annotations

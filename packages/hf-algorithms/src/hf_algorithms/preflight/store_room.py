@@ -192,12 +192,12 @@ def _count_phases(
     block_tokens: int,
     num_candidates: int,
 ) -> dict[str, int]:
-    """Returns the bytes of each phase where they are most.
+    """Returns the most bytes that each phase stores.
 
     Args:
         phases: what each phase stores.
         text_bytes: of a row's texts, by the source of the rows.
-        block_tokens: of a row that is learned as text, or 0 without such rows.
+        block_tokens: tokens of a row that is learned as text; 0 if the run has no such rows.
         num_candidates: likeliest tokens that a teacher names for each token.
     """
     found: dict[str, int] = {}
@@ -226,7 +226,7 @@ def _count_phases(
 
 
 class _Size(NamedTuple):
-    """Rows, bytes with the lengths of rows, and tokens of responses of a batch."""
+    """Size of a batch: its rows, its bytes with those of the rows' lengths, and the tokens of its responses."""
 
     num_rows: int
     num_bytes: int
@@ -243,7 +243,7 @@ def _measure(batch: TensorDict) -> _Size:
 
 
 def _bound(data: SupervisedDataset, sample: TensorDict, num_chosen: int) -> _Size:
-    """Returns the size of as many rows of `data`, each as long as the longest, with the columns of one row."""
+    """Returns the size of `num_chosen` rows of `data` that are all as long as the longest; `sample` is one of them."""
     columns: dict[str, Any] = dict(sample.items())
     num_bytes = response_tokens = 0
     for name, column in columns.items():
