@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["decode_text", "encode_text", "list_rows", "pad_rows", "to_jagged", "unpad_rows"]
+__all__ = ["FlatRows", "decode_text", "encode_text", "list_rows", "pad_rows", "read_rows", "to_jagged", "unpad_rows"]
+
+
+class FlatRows(NamedTuple):
+    """The rows of a column as one flat tensor: row i is `values[starts[i] : starts[i] + lengths[i]]`."""
+
+    values: torch.Tensor
+    """[elements, ...]: of all rows; there may be holes between them."""
+    starts: torch.Tensor
+    """int64 [B]."""
+    lengths: torch.Tensor
+    """int64 [B]."""
 
 
 def to_jagged(rows: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -19,7 +30,7 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
     """[B, T] with T the longest row; zeros (False) beyond a row's end. A dense column is returned as it is."""
     if not column.is_nested:
         return column
-    values, starts, lengths = _read_rows(column)
+    values, starts, lengths = read_rows(column)
     places = torch.arange(int(lengths.max()) if len(lengths) else 0, device=lengths.device)
     mask = places < lengths[:, None]
     padded = values.new_zeros(*mask.shape, *values.shape[1:])
@@ -30,8 +41,7 @@ def pad_rows(column: torch.Tensor) -> torch.Tensor:
 def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The rows of `padded` [B, T] cut to the lengths of the column `like`, jagged or dense."""
     longest = padded.shape[1]
-    lengths = _read_rows(like)[2] if like.is_nested else torch.full((len(like),), like.shape[1], device=like.device)
-    lengths = lengths.clamp(max=longest)
+    lengths = read_rows(like).lengths.clamp(max=longest)
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     values = padded[torch.arange(longest, device=lengths.device) < lengths[:, None]]
     jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
@@ -50,12 +60,15 @@ def encode_text(texts: Sequence[str]) -> torch.Tensor:
 
 def list_rows(column: torch.Tensor) -> list[list[Any]]:
     """The rows of a jagged column [B, ragged] as Python numbers."""
-    values, starts, lengths = _read_rows(column)
+    values, starts, lengths = read_rows(column)
     flat = values.tolist()
     return [flat[start : start + length] for start, length in zip(starts.tolist(), lengths.tolist(), strict=True)]
 
 
-def _read_rows(column: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Flat values, and first value and length of every row: no tensor is made for each row."""
+def read_rows(column: Any) -> FlatRows:
+    """The rows of a jagged column, or of a dense one [B, T]: no tensor is made for each row."""
+    if not column.is_nested:
+        lengths = torch.full((len(column),), column.shape[1], device=column.device)
+        return FlatRows(column.flatten(0, 1), lengths.cumsum(0) - lengths, lengths)
     offsets, lengths = column.offsets(), column.lengths()
-    return column.values(), offsets[:-1], offsets.diff() if lengths is None else lengths
+    return FlatRows(column.values(), offsets[:-1], offsets.diff() if lengths is None else lengths)

@@ -33,7 +33,7 @@ def compute_score_metrics(columns: Mapping[str, torch.Tensor]) -> dict[str, tupl
     if "baseline_scores" in columns:
         metrics["reward/unscorable_baseline"] = (float(columns["baseline_scores"].isnan().sum()), 1.0)
     if "group_id" in columns:
-        groups = [scores[rows] for rows in split_groups(columns["group_id"])]
+        groups = [scores[rows] for rows in split_groups(columns["group_id"]) if len(rows) > 1]
         compared = [group for group in groups if (~group.isnan()).sum() > 1]
         if compared:
             metrics["group/zero_variance"] = (float(sum(map(has_zero_variance, compared))), float(len(compared)))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_algorithms.jagged import to_jagged
+from hf_algorithms.jagged import FlatRows, read_rows
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -17,8 +17,10 @@ __all__ = ["add_positions", "find_room", "split_positions"]
 
 def find_room(batch: TensorDict, max_tokens: int) -> torch.Tensor:
     """Returns bool [B]: responses shorter than `max_tokens` that have a trained token."""
-    rows = zip(batch["response_ids"].unbind(), batch["response_mask"].unbind(), strict=True)
-    return torch.tensor([len(ids) < max_tokens and bool(mask.any()) for ids, mask in rows], dtype=torch.bool)
+    mask = read_rows(batch["response_mask"])
+    trained = torch.cat([mask.lengths.new_zeros(1), mask.values.bool().cumsum(0)])
+    has_trained = trained[mask.starts + mask.lengths] > trained[mask.starts]
+    return (read_rows(batch["response_ids"]).lengths < max_tokens) & has_trained
 
 
 def add_positions(
@@ -33,26 +35,63 @@ def add_positions(
         has_room: bool [B].
         columns: one number a row, to append to the column of that name.
     """
+    rows = {name: read_rows(batch[name]) for name in ("response_ids", "response_mask", *(columns or {}))}
+    ids, mask = rows["response_ids"], rows["response_mask"]
     added: dict[str, torch.Tensor] = {
-        "response_ids": torch.zeros(len(batch), dtype=batch["response_ids"].dtype),
-        "response_mask": torch.ones(len(batch), dtype=torch.bool),
+        "response_ids": ids.values.new_zeros(len(ids.lengths)),
+        "response_mask": mask.values.new_ones(len(mask.lengths)),
         **(columns or {}),
     }
     found = batch.copy()
+    places: list[_Places] = []
     for name, last in added.items():
-        column = batch[name]
-        found[name] = to_jagged(
-            [
-                torch.cat([row, last[place : place + 1].to(row.dtype)]) if has_room[place] else row
-                for place, row in enumerate(column.unbind())
-            ]
-        )
+        column = rows[name]
+        known = next((each for each in places if each.fit(column)), None)
+        if known is None:
+            places.append(known := _place(column, has_room.long()))
+        found[name] = known.take(torch.cat([column.values, last.to(column.values)]))
     return found
 
 
 def split_positions(column: torch.Tensor, has_room: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a column without the last number of the rows that had room, and those numbers [B], NaN elsewhere."""
-    rows = column.unbind()
-    last = [row[-1] if room else row.new_tensor(float("nan")) for row, room in zip(rows, has_room, strict=True)]
-    kept = [row[:-1] if room else row for row, room in zip(rows, has_room, strict=True)]
-    return to_jagged(kept), torch.stack(last) if last else column.new_zeros(0)
+    rows = read_rows(column)
+    has_room = has_room.to(rows.lengths.device)
+    last = rows.values.new_full((len(rows.lengths),), float("nan"))
+    last[has_room] = rows.values[(rows.starts + rows.lengths - 1)[has_room]]
+    return _place(rows, -has_room.long()).take(rows.values), last
+
+
+class _Places(NamedTuple):
+    """Places of the elements of rows that become longer or shorter by one: the same for columns of equal rows."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    """Both int64 [B], of the rows before."""
+    indices: torch.Tensor
+    """int64, of every element after: where it stood, or number of elements before plus its row."""
+    offsets: torch.Tensor
+    """int64 [B + 1], of the rows after."""
+    bounds: dict[str, Any]
+    """Lengths of the shortest and the longest row after."""
+
+    def fit(self, rows: FlatRows) -> bool:
+        """True where `rows` lie as those before."""
+        return torch.equal(self.starts, rows.starts) and torch.equal(self.lengths, rows.lengths)
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """The jagged column of the rows after."""
+        jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values[self.indices], self.offsets, **self.bounds)
+        return jagged
+
+
+def _place(rows: FlatRows, change: torch.Tensor) -> _Places:
+    """`change`, int64 [B], is what each row gains: 1, 0 or -1."""
+    lengths = rows.lengths + change
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    within = torch.arange(len(row), device=lengths.device) - offsets[row]
+    is_new = within == rows.lengths[row]
+    indices = torch.where(is_new, len(rows.values) + row, rows.starts[row] + within)
+    bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+    return _Places(rows.starts, rows.lengths, indices, offsets, bounds)
