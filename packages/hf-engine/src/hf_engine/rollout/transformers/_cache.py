@@ -15,7 +15,15 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-__all__ = ["SHARING_FAMILIES", "SharedPromptCache", "build_cache", "prompts_shared"]
+__all__ = [
+    "SHARING_FAMILIES",
+    "SharedPromptCache",
+    "SharedPromptLayer",
+    "StaticLayer",
+    "build_cache",
+    "moves_rows_alone",
+    "prompts_shared",
+]
 
 SHARING_FAMILIES = frozenset(
     {
@@ -25,8 +33,8 @@ SHARING_FAMILIES = frozenset(
     }
 )  # fmt: skip
 """Model types whose attention gets the cached keys as they are, and sees all of them, as tests show for each."""
-LEAST_PROMPT = 64
-"""Tokens of the longest prompt from which on sharing pays."""
+LEAST_SHARED_BYTES = 2_500_000
+"""Of one layer's keys and values: what copies would take more, from which on reading it once pays for the sharing."""
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -58,11 +66,12 @@ class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._hold(keys, values, self.get_seq_length())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Moves the kept rows to the front of the buffers."""
+        """Puts the kept rows at the front of the buffers; only what is not in its place is moved."""
         assert self._buffers is not None, "the samples of a prompt are spread before any of them finishes"
         length = self._filled()[0].shape[-2]
-        for states, buffer in zip(self._filled(), self._buffers, strict=True):
-            buffer[: len(indices), :, :length] = states[indices]
+        places = (indices != torch.arange(len(indices), device=indices.device)).nonzero().squeeze(-1)
+        for states in self._filled():
+            states[places] = states[indices[places]]
         keys, values = (buffer[: len(indices)] for buffer in self._buffers)
         self._hold(keys, values, length)
 
@@ -115,9 +124,9 @@ class SharedPromptCache(DynamicCache):
         self._place(torch.arange(len(keys), device=keys.device).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps some samples, in their order, and the prompts that still have one."""
+        """Keeps some samples, in any order, and the prompts that still have one."""
         super().batch_select_indices(indices)
-        kept, owners = torch.unique_consecutive(self._owners[indices], return_inverse=True)
+        kept, owners = torch.unique(self._owners[indices], return_inverse=True)
         if len(kept) < self._num_prompts:
             for layer in self.layers:
                 assert isinstance(layer, SharedPromptLayer), "it has no others"
@@ -162,8 +171,12 @@ class SharedPromptCache(DynamicCache):
         """Notes the prompt of every sample, and its place among as many for each prompt as any has."""
         counts = owners.bincount()
         self._owners, self._num_prompts, self._most = owners, len(counts), int(counts.max())
-        within = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners]
-        self._places = None if bool((counts == self._most).all()) else owners * self._most + within
+        order = owners.argsort(stable=True)
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(owners), device=owners.device) - (counts.cumsum(0) - counts)[owners[order]]
+        places += owners * self._most
+        follow = torch.equal(places, torch.arange(self._num_prompts * self._most, device=owners.device))
+        self._places = None if follow else places
 
     def _group(self, states: torch.Tensor) -> torch.Tensor:
         """[rows, kv, repeats, n] of samples as [prompts, kv, most * repeats, n], zeros where a prompt has fewer."""
@@ -187,22 +200,26 @@ class SharedPromptCache(DynamicCache):
         return found
 
 
-def build_cache(model: Any, capacity: int, *, width: int, num_samples: int) -> DynamicCache:
+def build_cache(model: Any, capacity: int, *, shared_bytes: int) -> DynamicCache:
     """A cache of the kinds of layers that the model's config asks for; full attention gets static buffers.
 
     Args:
         model: of transformers.
         capacity: tokens of the longest prompt and of the longest response.
-        width: tokens of the longest prompt.
-        num_samples: of each prompt.
+        shared_bytes: keys and values of the prompts in all layers, for every sample of a prompt but the first.
     """
     cache = DynamicCache(config=model.config)
-    if num_samples > 1 and width >= LEAST_PROMPT and _may_share(model, cache):
+    if shared_bytes and shared_bytes >= LEAST_SHARED_BYTES * len(cache.layers) and _may_share(model, cache):
         cache = SharedPromptCache(config=model.config)
         cache.layers = [SharedPromptLayer(capacity) for _ in cache.layers]
         return cache
     cache.layers = [StaticLayer(capacity) if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def moves_rows_alone(cache: DynamicCache) -> bool:
+    """True where `batch_select_indices` moves rows into free places, and copies none that stay."""
+    return all(isinstance(layer, StaticLayer) for layer in cache.layers)
 
 
 def _may_share(model: Any, cache: DynamicCache) -> bool:

@@ -9,12 +9,15 @@ import torch
 from hf_engine.backends.base import SamplingParams
 from hf_engine.rollout.sampling import sample_tokens
 from hf_engine.rollout.stop_strings import StopStrings
-from hf_engine.rollout.transformers._cache import prompts_shared
+from hf_engine.rollout.transformers._cache import moves_rows_alone, prompts_shared
 
-__all__ = ["LENGTH", "STOP", "Decoding"]
+__all__ = ["LENGTH", "STOP", "Decoding", "close_ranks"]
 
 STOP, LENGTH = 0, 1
 """Finish reasons: a stop token was drawn, or the response is as long as it may be."""
+
+_DROPPED, _DROPPED_WITH_COPIES = 1 / 16, 1 / 4
+"""Share of finished samples from which on they are dropped: a cache moves a few rows, or copies all that it keeps."""
 
 
 class Decoding:
@@ -47,13 +50,14 @@ class Decoding:
         mask = torch.nn.functional.pad(mask.repeat_interleave(n, 0), (0, capacity), value=True)
         positions = positions[:, -1:].repeat_interleave(n, 0)
         samples = torch.arange(num_samples, device=device)
+        dropped = _DROPPED if moves_rows_alone(cache) else _DROPPED_WITH_COPIES
         with prompts_shared(cache):
             for position in range(capacity):
                 finished = self._draw(logits, samples, position)
                 if position + 1 == capacity or bool(finished.all()):
                     break
-                if 4 * int((~finished).sum()) <= 3 * len(samples):
-                    alive = (~finished).nonzero().squeeze(-1)
+                if int(finished.sum()) >= dropped * len(samples):
+                    alive = close_ranks(~finished)
                     cache.batch_select_indices(alive)
                     samples, mask, positions = samples[alive], mask[alive], positions[alive]
                 positions = positions + 1
@@ -91,3 +95,13 @@ class Decoding:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def close_ranks(alive: torch.Tensor) -> torch.Tensor:
+    """Indices of the rows that are alive, in an order that moves few: the last ones take the places of those that are
+    not.
+    """
+    count = int(alive.sum())
+    order = torch.arange(count, device=alive.device)
+    order[~alive[:count]] = count + alive[count:].nonzero().squeeze(-1)
+    return order
