@@ -106,12 +106,12 @@ def test_call_is_one_level_after_its_last_writer() -> None:
 
 
 def test_a_column_is_written_once() -> None:
-    with pytest.raises(ConfigError, match=r"column 'x' is written by a\.run and by b\.run: rename one"):
+    with pytest.raises(ConfigError, match=r"column 'x' is written by a\.run and by b\.run. Rename one"):
         Dataflow(name="own", calls=(call("a", (), ("x",)), call("b", (), ("x",))))
 
 
 def test_a_column_is_not_read_before_it_is_written() -> None:
-    with pytest.raises(ConfigError, match=r"'x' is read by a\.run before b\.run writes it: put the writer first"):
+    with pytest.raises(ConfigError, match=r"'x' is read by a\.run before b\.run writes it. Put the writer first"):
         Dataflow(name="own", calls=(call("a", ("x",), ()), call("b", (), ("x",))))
     with pytest.raises(ConfigError, match=r"'x' is read by a\.run before a\.run writes it"):
         Dataflow(name="own", calls=(call("a", ("x",), ("x",)),))
@@ -124,7 +124,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
         Dataflow.preset("xyz")
     with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown\. Use ppo\b"):
         Dataflow.preset("ppoo")
-    with pytest.raises(ConfigError, match=r"^dataflow preset=3: give one of ppo, remax, .*, online_dpo$"):
+    with pytest.raises(ConfigError, match=r"^dataflow preset=3. Use one of ppo, remax, .*, online_dpo$"):
         Dataflow.preset(3)
     with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
         ModelCall(role="actor", method="run", kind="forward", reads=())
@@ -141,7 +141,7 @@ def test_a_column_that_may_lack_is_a_column() -> None:
     """A reader of `x?` stands where a reader of `x` does; it may do without one that nobody writes."""
     writer, reader = call("a", (), ("x",)), call("b", ("x?", "data?"), ())
     assert Dataflow(name="own", calls=(writer, reader)).stages() == ((writer,), (reader,))
-    with pytest.raises(ConfigError, match=r"'x' is read by b\.run before a\.run writes it: put the writer first"):
+    with pytest.raises(ConfigError, match=r"'x' is read by b\.run before a\.run writes it. Put the writer first"):
         Dataflow(name="own", calls=(reader, writer))
     with pytest.raises(ConfigError, match=r"'x' is read by c\.run before c\.run writes it"):
         Dataflow(name="own", calls=(call("c", ("x?",), ("x",)),))
@@ -157,13 +157,13 @@ def test_any_iterable_of_calls_and_columns_is_kept() -> None:
 @pytest.mark.parametrize("wrong", [{"role": 3}, {"role": ""}, {"method": ""}, {"method": None}])
 def test_roles_and_methods_are_names(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(ConfigError, match=rf"^a call's {name}={value!r}: give a name"):
+    with pytest.raises(ConfigError, match=rf"^a call's {name}={value!r}. Use a name"):
         ModelCall(**{"role": "a", "method": "b", "kind": "function", "reads": (), **wrong})
 
 
 @pytest.mark.parametrize("calls", [None, 1, [1], "ab", [call("a", (), ()), None]])
 def test_a_dataflow_is_made_of_calls(calls: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^dataflow 'own': calls=.*: give ModelCalls$"):
+    with pytest.raises(ConfigError, match=r"^dataflow 'own': calls=.*. Use ModelCalls$"):
         Dataflow(name="own", calls=calls)
-    with pytest.raises(ConfigError, match=r"^a dataflow's name=3: give a name"):
+    with pytest.raises(ConfigError, match=r"^a dataflow's name=3. Use a name"):
         Dataflow(name=3, calls=())  # type: ignore[arg-type]

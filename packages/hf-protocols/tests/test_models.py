@@ -180,7 +180,7 @@ def test_a_missing_size_is_named(key: str) -> None:
 
 def test_heads_share_out_the_hidden_size_unless_theirs_is_given() -> None:
     sizes = {"model_type": "llama", **TINY, "hidden_size": 64, "num_attention_heads": 7}
-    with pytest.raises(ConfigError, match="hidden_size=64 does not divide by num_attention_heads=7: give head_dim"):
+    with pytest.raises(ConfigError, match=r"hidden_size=64 does not divide by num_attention_heads=7. Use head_dim"):
         ModelShape.from_config(sizes)
     assert ModelShape.from_config({**sizes, "head_dim": 16}).head_dim == 16
 
@@ -196,7 +196,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number of at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
-        ({"num_attention_heads": 128}, "does not divide by num_attention_heads=128: give head_dim"),
+        ({"num_attention_heads": 128}, "does not divide by num_attention_heads=128. Use head_dim"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": 0}, "num_kv_heads=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": -1}, "num_kv_heads=-1 must be a whole number of at least 1"),
@@ -228,9 +228,9 @@ def test_sizes_that_are_no_whole_numbers_are_refused(key: str, value: object) ->
 
 
 def test_what_is_no_configuration_and_no_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^config=3: give a config\.json"):
+    with pytest.raises(ConfigError, match=r"^config=3. Use a config\.json"):
         ModelShape.from_config(3)
-    with pytest.raises(ConfigError, match=r"^model preset=3: give a name"):
+    with pytest.raises(ConfigError, match=r"^model preset=3. Use a name"):
         ModelShape.preset(3)
 
 
@@ -260,11 +260,11 @@ MIXTRAL = {"model_type": "mixtral", **TINY, "num_key_value_heads": 4, "num_local
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tie_word_embeddings": "false"}, "config.json: tie_word_embeddings='false': give true or false"),
-        ({"attention_bias": "no"}, "config.json: attention_bias='no': give true or false"),
-        ({"mlp_bias": 3}, "config.json: mlp_bias=3: give true or false"),
-        ({"_name_or_path": 5}, "config.json: _name_or_path=5: give a name"),
-        ({"_name_or_path": ["x"]}, r"config.json: _name_or_path=\['x'\]: give a name"),
+        ({"tie_word_embeddings": "false"}, "config.json: tie_word_embeddings='false'. Use true or false"),
+        ({"attention_bias": "no"}, "config.json: attention_bias='no'. Use true or false"),
+        ({"mlp_bias": 3}, "config.json: mlp_bias=3. Use true or false"),
+        ({"_name_or_path": 5}, "config.json: _name_or_path=5. Use a name"),
+        ({"_name_or_path": ["x"]}, r"config.json: _name_or_path=\['x'\]. Use a name"),
         ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not known: known are llama"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "mixtral: num_experts_per_token=9 is above num_experts=4"),
     ],
@@ -295,9 +295,9 @@ def test_json_that_cannot_be_held_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_a_shape_is_made_of_flags_and_a_name() -> None:
     shape = ModelShape.from_config(TINY)
-    with pytest.raises(ConfigError, match=r"^llama: qkv_bias='no': give True or False$"):
+    with pytest.raises(ConfigError, match=r"^llama: qkv_bias='no'. Use True or False$"):
         replace(shape, qkv_bias="no")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"^a model's name=5: give a name$"):
+    with pytest.raises(ConfigError, match=r"^a model's name=5. Use a name$"):
         replace(shape, name=5)  # type: ignore[arg-type]
 
 

@@ -149,7 +149,7 @@ def test_an_unknown_key_or_kind_of_value_is_refused(path: tuple[str | int, ...],
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    with pytest.raises(PlanError, match=r"not a mapping plan|must be a whole number|a \w+'s \w+=.*: give "):
+    with pytest.raises(PlanError, match=r"not a mapping plan|must be a whole number|a \w+'s \w+=.*. Use "):
         MappingPlan.from_json(json.dumps(body))
 
 
@@ -159,7 +159,7 @@ def make(machines: tuple[MachinePlan, ...] = (MachinePlan(gpu_kind="h100", slots
 
 
 def test_ranks_must_fill_the_pool() -> None:
-    with pytest.raises(PlanError, match=r"actor has .* = 4 ranks, its pool 'main' has 8 slots: make them equal"):
+    with pytest.raises(PlanError, match=r"actor has .* = 4 ranks, its pool 'main' has 8 slots. Make them equal"):
         make(train=ParallelSpec(dp_size=4))
     assert make(train=ParallelSpec(dp_size=4, cp_size=2)).pool("main").num_slots == 8
 
@@ -181,9 +181,9 @@ def test_values_that_cannot_run_are_refused() -> None:
         make(machines=())
     with pytest.raises(PlanError, match="micro_batch_tokens=0"):
         make(micro_batch_tokens=0)
-    with pytest.raises(PlanError, match=r"^a model's offload='no': give true or false$"):
+    with pytest.raises(PlanError, match=r"^a model's offload='no'. Use true or false$"):
         make(offload="no")
-    with pytest.raises(PlanError, match=r"^a model's train='1-8-1': give a ParallelSpec or None$"):
+    with pytest.raises(PlanError, match=r"^a model's train='1-8-1'. Use a ParallelSpec or None$"):
         make(train="1-8-1")
     with pytest.raises(TopologyError, match="8 ranks cannot be split into generation replicas"):
         make(train=ParallelSpec(dp_size=8), generation=GenerationSpec(gen_tp_size=3))
@@ -206,27 +206,27 @@ def test_what_to_json_refuses_is_not_read(name: str) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("pools",), {}, "pools={}: give a list"),
-        (("pools",), "x", "pools='x': give a list"),
-        (("pools", 0), 3, r"pools\[0\]=3: give an object"),
-        (("pools", 0, "machines"), "ab", r"pools\[0\].machines='ab': give a list"),
-        (("pools", 0, "machines", 0), 3, r"pools\[0\].machines\[0\]=3: give an object"),
+        (("pools",), {}, "pools={}. Use a list"),
+        (("pools",), "x", "pools='x'. Use a list"),
+        (("pools", 0), 3, r"pools\[0\]=3. Use an object"),
+        (("pools", 0, "machines"), "ab", r"pools\[0\].machines='ab'. Use a list"),
+        (("pools", 0, "machines", 0), 3, r"pools\[0\].machines\[0\]=3. Use an object"),
         (("pools", 0, "size"), 1, r"pools\[0\] has the key 'size', which is none of name, machines"),
-        (("models",), [1], r"models=\[1\]: give an object"),
-        (("models", "actor"), 3, "models.actor=3: give an object"),
+        (("models",), [1], r"models=\[1\]. Use an object"),
+        (("models", "actor"), 3, "models.actor=3. Use an object"),
         (("models", "actor", "gpu"), 1, "models.actor has the key 'gpu', which is none of pool, backend, train"),
-        (("models", "actor", "train"), "2-4-2", "models.actor.train='2-4-2': give an object"),
+        (("models", "actor", "train"), "2-4-2", "models.actor.train='2-4-2'. Use an object"),
         (
             ("models", "actor", "train"),
             {"sp_size": 1},
             "models.actor.train has the key 'sp_size', which is none of",
         ),
-        (("models", "actor", "generation"), [1], r"models.actor.generation=\[1\]: give an object"),
+        (("models", "actor", "generation"), [1], r"models.actor.generation=\[1\]. Use an object"),
         (("models", "actor"), {"pool": "main"}, "models.actor lacks backend"),
-        (("estimates",), 3, "estimates=3: give an object"),
+        (("estimates",), 3, "estimates=3. Use an object"),
         (("extra",), 1, "the plan has the key 'extra', which is none of pools, models, estimates"),
         (("pools", 0, "machines", 0, "slots"), "8", r"pools\[0\].machines\[0\]: a machine's slots='8' must be a whole"),
-        (("models", "actor", "offload"), "no", "models.actor: a model's offload='no': give true or false"),
+        (("models", "actor", "offload"), "no", "models.actor: a model's offload='no'. Use true or false"),
         (("models", "actor", "train", "dp_size"), "2", "models.actor.train: dp_size='2' must be a whole number"),
         (("models", "critic", "train", "ep_size"), 3, "models.critic.train: ep_size=3 does not divide"),
         (("models", "actor", "generation", "gen_tp_size"), 3, "models.actor: 16 ranks cannot be split"),
@@ -246,19 +246,19 @@ def test_a_wrong_field_or_value_is_named_with_its_place(
 
 def test_plans_are_made_of_plans() -> None:
     wrong: Any = 3
-    with pytest.raises(PlanError, match=r"^a plan's pools=3: give PoolPlans"):
+    with pytest.raises(PlanError, match=r"^a plan's pools=3. Use PoolPlans"):
         MappingPlan(pools=wrong, models={})
-    with pytest.raises(PlanError, match=r"^a plan's pools=.*: give PoolPlans"):
+    with pytest.raises(PlanError, match=r"^a plan's pools=.*. Use PoolPlans"):
         MappingPlan(pools=(wrong,), models={})
-    with pytest.raises(PlanError, match=r"^a plan's models=3: give a mapping of roles to ModelPlans"):
+    with pytest.raises(PlanError, match=r"^a plan's models=3. Use a mapping of roles to ModelPlans"):
         MappingPlan(pools=PLAN.pools, models=wrong)
-    with pytest.raises(PlanError, match=r"^a plan's models=.*: give a mapping of roles to ModelPlans"):
+    with pytest.raises(PlanError, match=r"^a plan's models=.*. Use a mapping of roles to ModelPlans"):
         MappingPlan(pools=PLAN.pools, models={"actor": wrong})
-    with pytest.raises(PlanError, match=r"^a plan's estimates=3: give PlanEstimates or None"):
+    with pytest.raises(PlanError, match=r"^a plan's estimates=3. Use PlanEstimates or None"):
         MappingPlan(pools=PLAN.pools, models={}, estimates=wrong)
-    with pytest.raises(PlanError, match=r"^a plan's estimates=\{\}: give PlanEstimates or None"):
+    with pytest.raises(PlanError, match=r"^a plan's estimates=\{\}. Use PlanEstimates or None"):
         MappingPlan(pools=PLAN.pools, models={}, estimates={})  # type: ignore[arg-type]
-    with pytest.raises(PlanError, match=r"^the machines of pool 'main'=3: give MachinePlans"):
+    with pytest.raises(PlanError, match=r"^the machines of pool 'main'=3. Use MachinePlans"):
         PoolPlan(name="main", machines=wrong)
 
 
@@ -285,13 +285,13 @@ def test_text_that_cannot_be_held_is_refused(text: Any, message: str) -> None:
 
 def test_a_plan_that_reports_has_estimates() -> None:
     assert PLAN.require_estimates() is PLAN.estimates
-    with pytest.raises(PlanError, match=r"^this plan lacks estimates: make it with map_dataflow"):
+    with pytest.raises(PlanError, match=r"^this plan lacks estimates. Make it with map_dataflow"):
         make().require_estimates()
 
 
 @pytest.mark.parametrize("role", [3, "", None])
 def test_roles_of_a_plan_are_names(role: Any) -> None:
-    with pytest.raises(PlanError, match=f"^a role of a plan's models={role!r}: give a name$"):
+    with pytest.raises(PlanError, match=f"^a role of a plan's models={role!r}. Use a name$"):
         MappingPlan(pools=PLAN.pools, models={role: PLAN.models["advantage"]})
 
 

@@ -170,14 +170,14 @@ def _longrope(short: Any, long: Any = (1.0,) * 8, **more: Any) -> dict[str, Any]
         ({"rope_parameters": {"rope_theta": 0}}, "config.json: rope_parameters: rope_theta=0 must be"),
         ({"rope_scaling": {"type": "linear", "factor": 2, "rope_theta": True}}, "rope_scaling: rope_theta=True must"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": -1}, "full_attention": {}}}, "rope_theta=-1 must be"),
-        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention=3: give an object"),
-        ({"rope_parameters": {"full_attention": {}, "sliding_attention": [1]}}, "sliding_attention=[1]: give an"),
+        ({"rope_parameters": {"full_attention": 3}}, "rope_parameters: full_attention=3. Use an object"),
+        ({"rope_parameters": {"full_attention": {}, "sliding_attention": [1]}}, "sliding_attention=[1]. Use an"),
         (_longrope([1.0] * 7), "rope_parameters: short_factor has 7 numbers, the model's heads need 8"),
         (_longrope([1.0] * 8, [1.0]), "rope_parameters: long_factor has 1 numbers, the model's heads need 8"),
         (_longrope([1.0] * 8, partial_rotary_factor=0.5), "short_factor has 8 numbers, the model's heads need 4"),
         (_longrope([1.0] * 8) | {"head_dim": 32}, "short_factor has 8 numbers, the model's heads need 16"),
         (_longrope(["x"] * 8), "short_factor: a factor='x' must be a finite number above 0"),
-        (_longrope(None), "short_factor=None: give a list of numbers above 0"),
+        (_longrope(None), "short_factor=None. Use a list of numbers above 0"),
     ],
 )
 def test_rotary_parameters_that_no_head_has_are_refused(config: dict[str, Any], message: str) -> None:
@@ -208,8 +208,8 @@ def test_long_factors_that_fit_the_heads_are_taken() -> None:
         ),
         ({"type": "ntk", "factor": 4}, "rope_type='ntk', which is not known. Known are yarn, linear"),
         ({"rope_type": ["yarn"]}, r"rope_type=\['yarn'\]"),
-        ([1], r"rope_scaling=\[1\]: give an object"),
-        ("yarn", "rope_scaling='yarn': give an object"),
+        ([1], r"rope_scaling=\[1\]. Use an object"),
+        ("yarn", "rope_scaling='yarn'. Use an object"),
     ],
 )
 def test_stretching_that_is_not_understood_is_refused(rope: Any, message: str) -> None:

@@ -90,12 +90,12 @@ def test_an_overriding_method_registers_itself() -> None:
     ("given", "message"),
     [
         ({"protocol": "DP_PROTO"}, "protocol='DP_PROTO' is not a TransferProtocol"),
-        ({"protocol": DP, "rows": "twice"}, "rows='twice': give one of same, times, unknown"),
-        ({"protocol": DP, "returns": "list"}, "returns='list': give one of batch, metrics, object"),
-        ({"protocol": DP, "reads": "values"}, r"reads='values' is one string: give a list .*\['values'\]"),
+        ({"protocol": DP, "rows": "twice"}, "rows='twice'. Use one of same, times, unknown"),
+        ({"protocol": DP, "returns": "list"}, "returns='list'. Use one of batch, metrics, object"),
+        ({"protocol": DP, "reads": "values"}, r"reads='values' is one string. Use a list .*\['values'\]"),
         ({"protocol": DP, "writes": "values"}, "writes='values' is one string"),
-        ({"protocol": DP, "reads": 3}, "^reads=3: give a list of column names$"),
-        ({"protocol": DP, "reads": ["values", 3]}, r"^reads=\['values', 3\]: give a list of column names$"),
+        ({"protocol": DP, "reads": 3}, "^reads=3. Use a list of column names$"),
+        ({"protocol": DP, "reads": ["values", 3]}, r"^reads=\['values', 3\]. Use a list of column names$"),
         ({"protocol": DP, "writes": ["values?"]}, r"^writes=\['values\?'\]: 'values\?' ends in \?"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_method_says_what_kind_of_work_it_is() -> None:
     spec = method_spec(update)
     assert spec is not None
     assert spec.kind == "training"
-    with pytest.raises(ProtocolError, match=r"kind='forward': give one of generation, inference, training, function"):
+    with pytest.raises(ProtocolError, match=r"kind='forward'. Use one of generation, inference, training, function"):
         register(protocol=DP, kind="forward")
 
 
@@ -142,7 +142,7 @@ def test_only_a_batch_has_columns_from_an_argument(returns: str) -> None:
 
 def test_columns_from_an_argument_need_one() -> None:
     mark = register(protocol=DP, writes=FROM_ARGUMENT)
-    with pytest.raises(ProtocolError, match=r"^writes=FROM_ARGUMENT: make takes no argument that could declare"):
+    with pytest.raises(ProtocolError, match=r"^writes=FROM_ARGUMENT:\smake takes no argument that could declare"):
 
         @mark
         def make(self: object) -> object:
@@ -152,5 +152,5 @@ def test_columns_from_an_argument_need_one() -> None:
     def make_any(*given: object) -> object:
         return given
 
-    with pytest.raises(ProtocolError, match="reads=FROM_ARGUMENT: give a list of column names"):
+    with pytest.raises(ProtocolError, match=r"reads=FROM_ARGUMENT. Use a list of column names"):
         register(protocol=DP, reads=FROM_ARGUMENT)  # type: ignore[arg-type]

@@ -94,24 +94,24 @@ def test_rows_repeat_at_least_once() -> None:
 
 @pytest.mark.parametrize("intervals", ["ab", 3, None, [1, 2], ((1,),), ((0, 1, 2),), (("a", "b"),), ((0.5, 2),)])
 def test_what_are_no_intervals_is_refused(intervals: Any) -> None:
-    with pytest.raises(BatchError, match=r"^RowSelection\(.*\): give pairs \(start, stop\) of whole numbers"):
+    with pytest.raises(BatchError, match=r"^RowSelection\(.*\). Use pairs \(start, stop\) of whole numbers"):
         RowSelection(intervals)
 
 
 @pytest.mark.parametrize("rows", [3, None, ["a"], [1.5], [None]])
 def test_what_are_no_row_numbers_is_refused(rows: Any) -> None:
-    with pytest.raises(BatchError, match=r"give (row numbers, such as|pairs)"):
+    with pytest.raises(BatchError, match=r"Use (row numbers, such as|pairs)"):
         RowSelection.from_rows(rows)
 
 
 def test_wrong_kinds_of_arguments_are_refused() -> None:
     rows: Any = RowSelection.range(0, 3)
-    with pytest.raises(BatchError, match=r"^take: positions=\[1\]: give a RowSelection$"):
+    with pytest.raises(BatchError, match=r"^take: positions=\[1\]. Use a RowSelection$"):
         rows.take([1])
-    with pytest.raises(BatchError, match=r"^a RowSelection \+ other=\[1\]: give a RowSelection$"):
+    with pytest.raises(BatchError, match=r"^a RowSelection \+ other=\[1\]. Use a RowSelection$"):
         rows + [1]  # noqa: RUF005 - a list is what is refused
     for times in ("2", 1.5, None):
-        with pytest.raises(BatchError, match=r"^repeat: times=.*: give a whole number$"):
+        with pytest.raises(BatchError, match=r"^repeat: times=.*. Use a whole number$"):
             rows.repeat(times)
 
 

@@ -282,12 +282,12 @@ UNWEIGHTED = distributing(lambda chunks: split_rows(9, 4))
 @pytest.mark.parametrize(
     ("protocol", "more", "message"),
     [
-        ("DP", {}, "check_transfer_protocol: protocol='DP': give a TransferProtocol"),
-        (UNWEIGHTED, {"topology": 4}, "check_transfer_protocol: topology=4: give a Topology"),
-        (UNWEIGHTED, {"weights": [1]}, r"weights=\[1\]: give one finite number >= 0 for each of the 9 rows"),
-        (UNWEIGHTED, {"weights": "abcdefghi"}, "weights='abcdefghi': give one finite number"),
-        (UNWEIGHTED, {"weights": [1] * 8 + [math.nan]}, r"weights=\[1, .* nan\]: give one finite number"),
-        (UNWEIGHTED, {"weights": 3}, "weights=3: give one finite number"),
+        ("DP", {}, "check_transfer_protocol: protocol='DP'. Use a TransferProtocol"),
+        (UNWEIGHTED, {"topology": 4}, "check_transfer_protocol: topology=4. Use a Topology"),
+        (UNWEIGHTED, {"weights": [1]}, r"weights=\[1\]. Use one finite number >= 0 for each of the 9 rows"),
+        (UNWEIGHTED, {"weights": "abcdefghi"}, "weights='abcdefghi'. Use one finite number"),
+        (UNWEIGHTED, {"weights": [1] * 8 + [math.nan]}, r"weights=\[1, .* nan\]. Use one finite number"),
+        (UNWEIGHTED, {"weights": 3}, "weights=3. Use one finite number"),
         (UNWEIGHTED, {"copies": 0}, "copies=0 must be a whole number of at least 1"),
         (UNWEIGHTED, {"copies": "1"}, "copies='1' must be a whole number of at least 1"),
     ],

@@ -134,10 +134,10 @@ def test_what_is_no_text_is_refused() -> None:
 
 def test_a_topology_is_made_of_specs() -> None:
     for train in ("1-2-2", None, GenerationSpec()):
-        with pytest.raises(TopologyError, match=f"^train={re.escape(repr(train))}: give a ParallelSpec, such as "):
+        with pytest.raises(TopologyError, match=f"^train={re.escape(repr(train))}. Use a ParallelSpec, such as "):
             Topology(train)
     for generation in ("1-2", ParallelSpec()):
-        with pytest.raises(TopologyError, match=f"^generation={re.escape(repr(generation))}: give a GenerationSpec"):
+        with pytest.raises(TopologyError, match=f"^generation={re.escape(repr(generation))}. Use a GenerationSpec"):
             Topology(ParallelSpec(), generation)
 
 
@@ -155,14 +155,14 @@ def test_experts_must_divide_the_data_and_context_ranks() -> None:
 
 
 def test_replicas_must_divide_the_ranks() -> None:
-    with pytest.raises(TopologyError, match=r"8 ranks cannot be split .* 1 \* 3 = 3 ranks: choose sizes"):
+    with pytest.raises(TopologyError, match=r"8 ranks cannot be split .* 1 \* 3 = 3 ranks. Choose sizes"):
         layout("1-4-2", "1-3")
 
 
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(TopologyError, match=r"order='row': give one of megatron, contiguous"):
+    with pytest.raises(TopologyError, match=r"order='row'. Use one of megatron, contiguous"):
         Topology(ParallelSpec(), order="row")
-    with pytest.raises(TopologyError, match=r"grouping='flow': give one of hybridflow, vanilla"):
+    with pytest.raises(TopologyError, match=r"grouping='flow'. Use one of hybridflow, vanilla"):
         Topology(ParallelSpec(), grouping="flow")
     with pytest.raises(TopologyError, match=r"axis 'sp' is unknown\. Use one of tp, pp"):
         Topology(ParallelSpec()).groups("sp")
@@ -204,14 +204,14 @@ def test_a_pickled_topology_carries_its_sizes_alone() -> None:
 @pytest.mark.parametrize("wrong", [1.0, "1", None])
 def test_ranks_and_coordinates_are_whole_numbers(wrong: object) -> None:
     topology = Topology(ParallelSpec(tp_size=2))
-    with pytest.raises(TopologyError, match=r"^rank=.*: give a whole number"):
+    with pytest.raises(TopologyError, match=r"^rank=.*. Use a whole number"):
         topology.coordinate(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TopologyError, match=r"^tp=.*: give a whole number"):
+    with pytest.raises(TopologyError, match=r"^tp=.*. Use a whole number"):
         topology.rank(tp=wrong)  # type: ignore[arg-type]
 
 
 def test_a_truth_value_is_no_rank() -> None:
-    with pytest.raises(TopologyError, match="rank=True: give a whole number"):
+    with pytest.raises(TopologyError, match=r"rank=True. Use a whole number"):
         Topology(ParallelSpec(dp_size=2)).coordinate(True)
 
 

@@ -312,7 +312,7 @@ def test_a_protocol_shows_its_name() -> None:
 def test_per_rank_holds_its_items() -> None:
     assert PerRank(["a", "b"]).items == ["a", "b"]
     for items in (3, None, {"a": 1}):
-        with pytest.raises(ProtocolError, match=f"^PerRank's items={items!r}: give a list with one item"):
+        with pytest.raises(ProtocolError, match=f"^PerRank's items={items!r}. Use a list with one item"):
             PerRank(items)
 
 
@@ -326,12 +326,12 @@ def test_rows_to_split_are_counted(wrong: object) -> None:
     with pytest.raises(BatchError, match=r"^num_rows=.* must be a whole number of at least 0"):
         split_rows(wrong, 2)  # type: ignore[arg-type]
     if wrong not in (True, -1):
-        with pytest.raises(BatchError, match=r"^chunks=.*: give a whole number of them"):
+        with pytest.raises(BatchError, match=r"^chunks=.*. Use a whole number of them"):
             split_rows(6, wrong)  # type: ignore[arg-type]
 
 
 def test_a_word_is_no_list_of_items() -> None:
-    with pytest.raises(ProtocolError, match=r"^PerRank's items='abc': give a list with one item for each rank"):
+    with pytest.raises(ProtocolError, match=r"^PerRank's items='abc'. Use a list with one item for each rank"):
         PerRank("abc")
 
 
@@ -341,12 +341,12 @@ ROWS = RowSelection.range(0, 3)
 @pytest.mark.parametrize(
     ("held", "wanted", "message"),
     [
-        (None, [ROWS], "route: held=None: give a mapping of producer ranks to RowSelections"),
-        ([ROWS], [ROWS], "route: held=.*: give a mapping of producer ranks to RowSelections"),
-        ({0: [1]}, [ROWS], r"route: held\[0\]=\[1\]: give a RowSelection"),
-        ({0: ROWS}, None, "route: wanted=None: give a list of RowSelections"),
-        ({0: ROWS}, ROWS, "route: wanted=.*: give a list of RowSelections"),
-        ({0: ROWS}, [[1]], r"route: wanted\[0\]=\[1\]: give a RowSelection"),
+        (None, [ROWS], "route: held=None. Use a mapping of producer ranks to RowSelections"),
+        ([ROWS], [ROWS], "route: held=.*. Use a mapping of producer ranks to RowSelections"),
+        ({0: [1]}, [ROWS], r"route: held\[0\]=\[1\]. Use a RowSelection"),
+        ({0: ROWS}, None, "route: wanted=None. Use a list of RowSelections"),
+        ({0: ROWS}, ROWS, "route: wanted=.*. Use a list of RowSelections"),
+        ({0: ROWS}, [[1]], r"route: wanted\[0\]=\[1\]. Use a RowSelection"),
     ],
 )
 def test_route_refuses_other_kinds(held: Any, wanted: Any, message: str) -> None:
@@ -358,7 +358,7 @@ def test_rows_go_to_ranks_that_are_called() -> None:
     spread = TransferProtocol("spread", DP.distribute, RANK_ZERO.collect, called="collected")
     with pytest.raises(ProtocolError, match=r"'spread' with 4 rows: rank 1 gets row \[2\], and is not called"):
         spread.distribute(Topology(ParallelSpec(dp_size=2)), 4)
-    with pytest.raises(ProtocolError, match="called='some': give"):
+    with pytest.raises(ProtocolError, match=r"called='some'. Use"):
         TransferProtocol("wrong", DP.distribute, DP.collect, called="some")
 
 
@@ -386,8 +386,8 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
     [
         (lambda: split_rows(HUGE, HUGE), rf"^{HUGE} chunks are more than 1048576\. Use fewer$"),
         (lambda: split_rows(2**70, 4), f"^num_rows={2**70} must be at most 9223372036854775807$"),
-        (lambda: split_rows(8, 2, Untouched()), "^weights=.*: give one finite number >= 0 for each of the 8 rows$"),
-        (lambda: split_rows(HUGE, 2, [1.0, 2.0]), rf"^weights=\[1.0, 2.0\]: give one .* of the {HUGE} rows$"),
+        (lambda: split_rows(8, 2, Untouched()), "^weights=.*. Use one finite number >= 0 for each of the 8 rows$"),
+        (lambda: split_rows(HUGE, 2, [1.0, 2.0]), rf"^weights=\[1.0, 2.0\]. Use one .* of the {HUGE} rows$"),
         (lambda: DP.distribute(Topology(ParallelSpec(dp_size=2)), 8, Untouched()), "^weights=.* each of the 8 rows$"),
         (lambda: ONE_TO_ALL.distribute(Topology(ParallelSpec(dp_size=2)), 4, [1.0]), "^weights=.* of the 4 rows$"),
         (lambda: RANK_ZERO.distribute(Topology(ParallelSpec(dp_size=2)), -1), "^num_rows=-1 must be a whole number"),
@@ -402,17 +402,17 @@ def far(topology: Topology, num_rows: int, weights: object = None) -> list[RowSe
             lambda: compute_held_rows(Collection((0, 5)), [RowSelection.range(0, 3)], 3),
             r"^the collected ranks \(0, 5\) need a selection each, got 1",
         ),
-        (lambda: compute_held_rows(Collection((0,)), None, 3), "^selections=None: give a RowSelection for each rank"),  # type: ignore[arg-type]
-        (lambda: compute_held_rows(Collection((0,)), [[1]], 3), r"^selections\[0\]=\[1\]: give a RowSelection"),  # type: ignore[list-item]
-        (lambda: compute_held_rows(None, [RowSelection()], 3), "^collection=None: give what a protocol"),  # type: ignore[arg-type]
+        (lambda: compute_held_rows(Collection((0,)), None, 3), "^selections=None. Use a RowSelection for each rank"),  # type: ignore[arg-type]
+        (lambda: compute_held_rows(Collection((0,)), [[1]], 3), r"^selections\[0\]=\[1\]. Use a RowSelection"),  # type: ignore[list-item]
+        (lambda: compute_held_rows(None, [RowSelection()], 3), "^collection=None. Use what a protocol"),  # type: ignore[arg-type]
         (
             lambda: compute_held_rows(Collection((0,)), [RowSelection.range(0, 10)], 3),
             r"^selections\[0\] has row 9, num_rows=3\. Use rows of the input",
         ),
         (lambda: split_rows(3, -(10**5000)), r"^3 rows cannot be split into \(int that cannot be shown\) chunks"),
-        (lambda: split_rows(3, 2, {1, 2, 3}), r"^weights=\{1, 2, 3\}: give one finite number"),  # type: ignore[arg-type]
-        (lambda: split_rows(3, 2, {0: 1, 1: 2, 2: 3}), r"^weights=\{0: 1, 1: 2, 2: 3\}: give one"),  # type: ignore[arg-type]
-        (lambda: split_rows(3, 2, b"abc"), "^weights=b'abc': give one finite number"),
+        (lambda: split_rows(3, 2, {1, 2, 3}), r"^weights=\{1, 2, 3\}. Use one finite number"),  # type: ignore[arg-type]
+        (lambda: split_rows(3, 2, {0: 1, 1: 2, 2: 3}), r"^weights=\{0: 1, 1: 2, 2: 3\}. Use one"),  # type: ignore[arg-type]
+        (lambda: split_rows(3, 2, b"abc"), "^weights=b'abc'. Use one finite number"),
         (lambda: RowSelection.range(0, 10).repeat(-(10**5000)), r"^rows cannot be repeated \(int that cannot"),
         (lambda: compute_held_rows(Collection((0,)), [RowSelection()], 3, times=0), "^times=0 must be a whole number"),
     ],

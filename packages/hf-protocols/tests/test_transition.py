@@ -84,12 +84,12 @@ def test_sizes_that_do_not_nest_have_no_formula() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(TopologyError, match="method='nccl': give one of hybridflow, hybridflow-v, ds-chat"):
+    with pytest.raises(TopologyError, match=r"method='nccl'. Use one of hybridflow, hybridflow-v, ds-chat"):
         compute_transition_cost(1.0, layout("1-2-1", "1-1"), "nccl")
 
 
 @pytest.mark.parametrize("wrong", [-7, "7b", None, float("nan"), float("inf"), True])
 def test_bytes_are_a_number(wrong: object) -> None:
     topology = Topology(ParallelSpec(tp_size=2), GenerationSpec())
-    with pytest.raises(TopologyError, match=r"^parameter_bytes=.*: give the bytes of the whole model"):
+    with pytest.raises(TopologyError, match=r"^parameter_bytes=.*. Use the bytes of the whole model"):
         compute_transition_cost(wrong, topology)  # type: ignore[arg-type]

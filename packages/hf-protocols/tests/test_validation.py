@@ -42,5 +42,5 @@ def test_a_text_is_cut_at_80_characters() -> None:
 
 @pytest.mark.parametrize("weights", [3, "abc", [1.0], iter([1.0, 2.0])])
 def test_weights_of_another_number_are_refused(weights: Any) -> None:
-    with pytest.raises(BatchError, match=r"^weights=.*: give one finite number >= 0 for each of the 2 rows$"):
+    with pytest.raises(BatchError, match=r"^weights=.*. Use one finite number >= 0 for each of the 2 rows$"):
         _check.sizes(2, weights)

@@ -1,6 +1,6 @@
 """Contracts and pure arithmetic of HybridFlow: topologies, transfer protocols, model shapes, dataflows and plans.
 
-`hf` stands for HybridFlow, not Hugging Face. Only the standard library is imported.
+Only the standard library is imported.
 What must not live here: tensors, processes, and what needs another library.
 """
 

@@ -72,13 +72,13 @@ class Dataflow:
                 if column in read:
                     raise ConfigError(
                         f"dataflow {show(self.name)}: column {show(column)} is read by {read[column].role}."
-                        f"{read[column].method} before {call.role}.{call.method} writes it: put the writer first"
+                        f"{read[column].method} before {call.role}.{call.method} writes it. Put the writer first"
                     )
                 if column in written:
                     first = written[column]
                     raise ConfigError(
                         f"dataflow {show(self.name)}: column {show(column)} is written by {first.role}.{first.method} "
-                        f"and by {call.role}.{call.method}: rename one"
+                        f"and by {call.role}.{call.method}. Rename one"
                     )
                 written[column] = call
 

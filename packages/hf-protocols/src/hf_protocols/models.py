@@ -167,8 +167,8 @@ class ModelShape:
         kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
         if head_dim is None and config["hidden_size"] % heads:
             raise ConfigError(
-                f"config.json: hidden_size={config['hidden_size']} does not divide by num_attention_heads={heads}: "
-                "give head_dim, or sizes that do"
+                f"config.json: hidden_size={config['hidden_size']} does not divide by num_attention_heads={heads}. "
+                "Use head_dim, or sizes that do"
             )
         attention_bias = family in _WITH_ATTENTION_BIAS and bool(config.get("attention_bias"))
         return cls(

@@ -131,7 +131,7 @@ class MappingPlan:
             if model.train and model.train.world_size != slots:
                 raise PlanError(
                     f"{role} has pp_size * tp_size * cp_size * dp_size = {model.train.world_size} ranks, "
-                    f"its pool {show(model.pool)} has {slots} slots: make them equal"
+                    f"its pool {show(model.pool)} has {slots} slots. Make them equal"
                 )
 
     def pool(self, name: str) -> PoolPlan:
@@ -158,7 +158,7 @@ class MappingPlan:
             PlanError: for a plan without estimates.
         """
         if self.estimates is None:
-            raise PlanError("this plan lacks estimates: make it with map_dataflow to report on it")
+            raise PlanError("this plan lacks estimates. Make it with map_dataflow to report on it")
         return self.estimates
 
     def to_json(self) -> str:

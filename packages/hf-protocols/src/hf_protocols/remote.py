@@ -93,13 +93,13 @@ def register(
             a batch as result or without arguments.
     """
     if not isinstance(protocol, TransferProtocol):
-        raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol: use one of hf_protocols or your own")
+        raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol. Use one of hf_protocols or your own")
     if rows not in get_args(Rows):
-        raise ProtocolError(f"rows={show(rows)}: give one of {', '.join(get_args(Rows))}")
+        raise ProtocolError(f"rows={show(rows)}. Use one of {', '.join(get_args(Rows))}")
     if returns not in get_args(Returns):
-        raise ProtocolError(f"returns={show(returns)}: give one of {', '.join(get_args(Returns))}")
+        raise ProtocolError(f"returns={show(returns)}. Use one of {', '.join(get_args(Returns))}")
     if kind not in get_args(CallKind):
-        raise ProtocolError(f"kind={show(kind)}: give one of {', '.join(get_args(CallKind))}")
+        raise ProtocolError(f"kind={show(kind)}. Use one of {', '.join(get_args(CallKind))}")
     if writes is FROM_ARGUMENT and returns != "batch":
         raise ProtocolError(
             f"writes=FROM_ARGUMENT: returns={show(returns)} has no columns. Leave writes out, or give returns='batch'"
@@ -116,7 +116,7 @@ def register(
     def mark(method: Method) -> Method:
         given: Any = method
         if not callable(given) or isinstance(given, type):
-            raise ProtocolError(f"@register marks a method, got {show(given)}: put it right above a `def`")
+            raise ProtocolError(f"@register marks a method, got {show(given)}. Put it right above a `def`")
         if spec.writes is FROM_ARGUMENT and not _takes_arguments(method):
             name = getattr(method, "__name__", show(method))
             raise ProtocolError(

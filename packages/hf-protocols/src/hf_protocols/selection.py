@@ -47,11 +47,11 @@ class RowSelection:
             are_whole = False
         if not are_whole:
             raise BatchError(
-                f"RowSelection({show(self.intervals)}): give pairs (start, stop) of whole numbers; of row numbers, "
+                f"RowSelection({show(self.intervals)}). Use pairs (start, stop) of whole numbers; of row numbers, "
                 "RowSelection.from_rows([0, 2])"
             )
         if num_rows > sys.maxsize:
-            raise BatchError(f"a selection of {show(num_rows)} rows is longer than {sys.maxsize}: select fewer rows")
+            raise BatchError(f"a selection of {show(num_rows)} rows is longer than {sys.maxsize}. Select fewer rows")
         object.__setattr__(self, "intervals", tuple(merged))
         object.__setattr__(self, "_num_rows", num_rows)
 
@@ -68,7 +68,7 @@ class RowSelection:
         try:
             intervals = tuple([(row, row + 1) for row in rows])
         except TypeError:
-            raise BatchError(f"RowSelection.from_rows({show(rows)}): give row numbers, such as [0, 2]") from None
+            raise BatchError(f"RowSelection.from_rows({show(rows)}). Use row numbers, such as [0, 2]") from None
         if intervals and _is_truth(intervals[0][0]):
             raise BatchError(f"RowSelection.from_rows({show(rows)}): of a mask give the positions of its true entries")
         return cls(intervals)

@@ -149,15 +149,15 @@ class Topology:
         wanted = 'a GenerationSpec, such as GenerationSpec.parse("1-2"), or None'
         _check.kind("generation", self.generation, GenerationSpec | None, wanted)
         if self.order not in get_args(Order):
-            raise TopologyError(f"order={show(self.order)}: give one of {', '.join(get_args(Order))}")
+            raise TopologyError(f"order={show(self.order)}. Use one of {', '.join(get_args(Order))}")
         if self.grouping not in get_args(Grouping):
-            raise TopologyError(f"grouping={show(self.grouping)}: give one of {', '.join(get_args(Grouping))}")
+            raise TopologyError(f"grouping={show(self.grouping)}. Use one of {', '.join(get_args(Grouping))}")
         if self.generation and self.world_size % self.generation.replica_size:
             gen = self.generation
             raise TopologyError(
                 f"{self.world_size} ranks cannot be split into generation replicas of gen_pp_size * gen_tp_size = "
-                f"{gen.gen_pp_size} * {gen.gen_tp_size} = {gen.replica_size} ranks: "
-                f"choose sizes whose product divides {self.world_size}"
+                f"{gen.gen_pp_size} * {gen.gen_tp_size} = {gen.replica_size} ranks. "
+                f"Choose sizes whose product divides {self.world_size}"
             )
 
     @property

@@ -83,7 +83,7 @@ class TransferProtocol:
 
     def __post_init__(self) -> None:
         if self.called not in ("all", "collected"):
-            raise ProtocolError(f'protocol {show(self.name)}: called={show(self.called)}: give "all" or "collected"')
+            raise ProtocolError(f'protocol {show(self.name)}: called={show(self.called)}. Use "all" or "collected"')
         collect = _Collect(self.name, _own_function(self.collect))
         only_to = collect if self.called == "collected" else None
         object.__setattr__(self, "distribute", _Distribute(self.name, _own_function(self.distribute), only_to))
@@ -300,7 +300,7 @@ class RowIndex:
 
 def _check_rows(name: str, rank: object, rows: object) -> None:
     if not isinstance(rows, RowSelection):
-        raise ProtocolError(f"route: {name}[{show(rank)}]={show(rows)}: give a RowSelection")
+        raise ProtocolError(f"route: {name}[{show(rank)}]={show(rows)}. Use a RowSelection")
 
 
 class _HeldIntervals:

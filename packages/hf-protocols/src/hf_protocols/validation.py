@@ -80,19 +80,19 @@ class Checks:
     def kind(self, name: str, value: object, kind: type | UnionType, wanted: str) -> None:
         """Refuses a `value` that is not a `kind`."""
         if not isinstance(value, kind):
-            raise self._error(f"{name}={show(value)}: give {wanted}")
+            raise self._error(f"{name}={show(value)}. Use {wanted}")
 
     def kinds(self, name: str, values: object, kind: type[_Kind], wanted: str) -> tuple[_Kind, ...]:
         """Returns the values as a tuple, or refuses them if any is not a `kind`."""
         checked = tuple(values) if isinstance(values, Iterable) else None
         if checked is None or not all(isinstance(each, kind) for each in checked):
-            raise self._error(f"{name}={show(values)}: give {wanted}")
+            raise self._error(f"{name}={show(values)}. Use {wanted}")
         return checked
 
     def name(self, name: str, value: object) -> None:
         """Refuses a value that is not a non-empty string."""
         if not isinstance(value, str) or not value:
-            raise self._error(f"{name}={show(value)}: give a name")
+            raise self._error(f"{name}={show(value)}. Use a name")
 
     def count(self, name: str, value: object, *, least: int = 1) -> None:
         """Refuses a value that is not an int of at least `least`; bools and floats are refused."""
@@ -102,10 +102,10 @@ class Checks:
     def columns(self, name: str, columns: object, *, may_lack: bool) -> tuple[str, ...]:
         """Returns the column names as a tuple. With `may_lack`, a name that ends in `?` is an optional column."""
         if isinstance(columns, str):
-            raise self._error(f"{name}={show(columns)} is one string: give a list of column names, [{show(columns)}]")
+            raise self._error(f"{name}={show(columns)} is one string. Use a list of column names, [{show(columns)}]")
         names = tuple(columns) if isinstance(columns, Iterable) else None
         if names is None or not all(isinstance(each, str) for each in names):
-            raise self._error(f"{name}={show(columns)}: give a list of column names")
+            raise self._error(f"{name}={show(columns)}. Use a list of column names")
         marked = [] if may_lack else [each for each in names if each.endswith("?")]
         if marked:
             lacking = f"{show(marked[0])} ends in ?, which marks a column that a reader may do without"
@@ -136,7 +136,7 @@ class Checks:
         except TypeError:
             fit = False
         if not fit:
-            raise self._error(f"weights={show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")
+            raise self._error(f"weights={show(weights)}. Use one finite number >= 0 for each of the {num_rows} rows")
 
     def weights(self, weights: Any, num_rows: int) -> None:
         """Refuses weights that are not one finite number of at least 0 for each row, or whose sum overflows."""
@@ -146,7 +146,7 @@ class Checks:
         except (TypeError, ValueError):  # the second from arrays of several dimensions
             fit = False
         if not fit:
-            raise self._error(f"weights={show(weights)}: give one finite number >= 0 for each of the {num_rows} rows")
+            raise self._error(f"weights={show(weights)}. Use one finite number >= 0 for each of the {num_rows} rows")
 
 
 def _are_ordered(weights: object) -> bool:
