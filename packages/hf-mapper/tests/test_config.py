@@ -136,7 +136,7 @@ def test_backends_are_read(tmp_path: Path) -> None:
         ('gpu = "a100-80"', 'gpu = "a100"', "gpu 'a100' is unknown; nearest: a100-40, a100-80"),
         ("mini_batches = 8", "recompute = 3", "workload: recompute=3 must be a text"),
         ("mini_batches = 8", 'recompute = "some"', "recompute 'some' is unknown; "),
-        ("mini_batches = 8", "largest_generation = 4", "largest_generation=4: give sizes as pp-tp, such as '1-4'"),
+        ("mini_batches = 8", "largest_generation = 4", "largest_generation=4. Use sizes as pp-tp, such as '1-4'"),
         ("mini_batches = 8", "prompt_lengths = 5", "workload: key 'prompt_lengths' is unknown. Use prompt_tokens = "),
         ("mini_batches = 8", "dtype = 16", "workload: dtype=16 must be a text"),
         ('gpu = "a100-80"', 'gpu = { kind = "mine", peak_flops_per_s = 1 }', "cluster.machines.gpu: memory_bytes"),
@@ -162,7 +162,7 @@ def test_backends_are_read(tmp_path: Path) -> None:
         (
             'actor = "llama-2-13b"',
             "actor = { params_b = 1e300 }",
-            "inf parameters are beyond any model: choose a number below",
+            "inf parameters are beyond any model. Choose a number below",
         ),
         ('actor = "llama-2-13b"', "actor = { params_b = inf }", "models.actor: params_b=inf must be above 0"),
         ('actor = "llama-2-13b"', 'actor = { params_b = "7B" }', "models.actor: params_b='7B' must be a number"),

@@ -143,7 +143,7 @@ def test_the_reasons_are_on_the_page(problem: MapperConfig) -> None:
 WIDTHS = (320, 390, 1280)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: install the package `chromium`")
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine. Install the package `chromium`")
 def test_nothing_scrolls_sideways(paper_problem: Callable[..., Any], tiny: ModelShape, tmp_path: Path) -> None:
     """In frames of each width in headless Chromium; a page that is too wide is measured as such.
 

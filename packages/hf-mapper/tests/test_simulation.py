@@ -143,10 +143,10 @@ def test_too_little_memory_is_told_by_call() -> None:
         ("actor+critic+reference=9", "pools of 9 devices do not fit the cluster of 8"),
         ("actor=2,critic=5,reference=1", "critic: no layout can run qwen2.5-0.5b on 5 devices"),
         ("actor+critic+reference=8@h100", "kind of device 'h100' is unknown"),
-        ("actor+critic+reference", "write each pool as its roles and its number of devices"),
-        ("actor+critic+reference=0", "write each pool as"),
-        ("actor+critic+reference=8@", "write each pool as"),
-        ("", "write each pool as"),
+        ("actor+critic+reference", "Write each pool as its roles and its number of devices"),
+        ("actor+critic+reference=0", "Write each pool as"),
+        ("actor+critic+reference=8@", "Write each pool as"),
+        ("", "Write each pool as"),
     ],
 )
 def test_bad_placements(text: str, message: str) -> None:
@@ -157,7 +157,7 @@ def test_bad_placements(text: str, message: str) -> None:
 def test_a_pool_of_two_kinds_of_cluster_names_its_kind() -> None:
     machines = tuple(MachineSpec(gpu=gpu(kind), num_gpus=4) for kind in ("a100-80", "h100"))
     both = ClusterSpec(machines=machines, inter_bandwidth_bytes_per_s=25e9)
-    with pytest.raises(PlanError, match="names no kind of device: add @a100-80 or @h100"):
+    with pytest.raises(PlanError, match=r"names no kind of device. Add @a100-80 or @h100"):
         simulate_placement(PPO, models(SMALL), both, WORKLOAD, parse_placement("actor+critic+reference=4"))
     pools = parse_placement("actor+critic=4@h100, reference=4@a100-80")
     found = simulate_placement(PPO, models(SMALL), both, WORKLOAD, pools)
@@ -202,11 +202,11 @@ def test_entries_of_one_kind_are_numbered() -> None:
 def test_a_plan_that_does_not_say_which_entry_is_asked() -> None:
     both, shapes = twice_a100(), models(SMALL)
     for pools in (parse_placement("actor+critic+reference=2"), parse_placement("actor+critic+reference=2@a100-80")):
-        with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
+        with pytest.raises(PlanError, match="Add @a100-80#1 or @a100-80#2"):
             simulate_placement(PPO, shapes, both, WORKLOAD, pools)
     plan = map_dataflow(PPO, shapes, both, WORKLOAD)
     written = replace(plan, estimates=None)  # by hand, without what the mapper leaves
-    with pytest.raises(PlanError, match="add @a100-80#1 or @a100-80#2"):
+    with pytest.raises(PlanError, match="Add @a100-80#1 or @a100-80#2"):
         simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(written))
 
 

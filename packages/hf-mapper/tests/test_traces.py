@@ -266,7 +266,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         ),
         (("validate", "--trace", empty), "has no workload, plan and models of its run"),
         (("validate", "--trace", older), f"{older} has no workload, plan and models of its run, as traces of this"),
-        (("validate", "--trace", damaged), f"{damaged}, its otherData: not a mapping plan: pools=3: give a list"),
+        (("validate", "--trace", damaged), f"{damaged}, its otherData: not a mapping plan: pools=3. Use a list"),
         (("validate", "--trace", shapeless), f"{shapeless}, its otherData, is not as a run wrote it: TypeError"),
         (("validate", "--trace", nothing), "no call of a model in an iteration"),
         (("validate", "--trace", foreign), "is not as a run wrote it: KeyError('args')"),

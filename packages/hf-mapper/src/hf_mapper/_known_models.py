@@ -108,7 +108,7 @@ def guess_model(name: str, parameters: float) -> ModelShape:
     """
     if not 0 < parameters < _MOST_PARAMETERS:
         raise ConfigError(
-            f"{name}: {parameters:g} parameters are beyond any model: choose a number below {_MOST_PARAMETERS:g}"
+            f"{name}: {parameters:g} parameters are beyond any model. Choose a number below {_MOST_PARAMETERS:g}"
         )
     nearest = min(_PUBLISHED_GPTS, key=lambda size: abs(math.log(parameters / size)))
     layers, head_dim = _PUBLISHED_GPTS[nearest]

@@ -246,7 +246,7 @@ class ClusterSpec:
         if len(self.machines) != 1:
             kinds = ", ".join(machine.gpu.kind for machine in self.machines)
             raise ConfigError(
-                f"this cluster has several kinds of machine ({kinds}): choose one with cluster.only(index)"
+                f"this cluster has several kinds of machine ({kinds}). Choose one with cluster.only(index)"
             )
         return self.machines[0]
 

@@ -37,7 +37,7 @@ def render_explanation(explanation: Explanation, console: Console) -> None:
     for extension in explanation.extensions:
         console.print(Text(describe_extension(extension)), highlight=False)
     if not explanation.extensions and explanation.complete:
-        console.print(Text("One more machine: set the cluster's inter_bandwidth_bytes_per_s to see its gain"))
+        console.print(Text("The gain of one more machine needs the cluster's inter_bandwidth_bytes_per_s"))
     if explanation.tolerances:
         console.print()
         table = _build_tolerance_table(explanation.plan, explanation.tolerances)

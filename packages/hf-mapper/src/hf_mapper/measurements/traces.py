@@ -162,7 +162,7 @@ def validate_trace(path: Path | str, constants: TraceConstants | None = None) ->
 def calibrate_traces(paths: Sequence[Path | str]) -> TraceConstants:
     """The constants under which the simulators are closest to the stages of some profile runs on one kind of device.
 
-    Runs of different sizes tell fixed costs from rates; with one run alone a constant stands for both.
+    Runs of different sizes separate fixed costs from rates; with one run alone a constant stands for both.
 
     Raises:
         ConfigError: as `validate_trace`, or for runs on different kinds of device.

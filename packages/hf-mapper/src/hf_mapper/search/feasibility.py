@@ -78,7 +78,7 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
     if own:
         knobs += f", or in a problem of hf-mapper {' or '.join(own)}"
     if smallest is None:
-        advice = f"nor on any number of such machines up to {_MOST_GPUS} devices: set {knobs}"
+        advice = f"nor on any number of such machines up to {_MOST_GPUS} devices. Set {knobs}"
     else:
         advice = f"the smallest cluster that would do: {_describe(smallest)}; or set {knobs}"
     return PlanError(f"{problem.dataflow.name}: no placement of {names} fits the memory of {given}; {advice}")

@@ -119,7 +119,7 @@ def parse_placement(text: str) -> tuple[PoolChoice, ...]:
         is_count = count.isascii() and count.isdecimal() and int(count) > 0
         if not (equals and is_count and all(roles)) or bool(at) != bool(kind):
             raise PlanError(
-                f"placement {show(part.strip())}: write each pool as its roles and its number of devices, such as "
+                f"placement {show(part.strip())}. Write each pool as its roles and its number of devices, such as "
                 "actor+reference=8 or critic=4@h100, and commas between pools"
             )
         found.append(PoolChoice(roles=roles, num_gpus=int(count), gpu_kind=kind or None))
@@ -214,7 +214,7 @@ def _build_request(cluster: ClusterSpec, pool: PoolChoice) -> PoolRequest:
         raise unknown_name("placement: kind of device", kind or "", cluster.names)
     if len(names) > 1:
         lack = f"says {kind} alone" if kind else "names no kind of device"
-        raise PlanError(f"placement: pool {'+'.join(pool.roles)} {lack}: add @{' or @'.join(names)}")
+        raise PlanError(f"placement: pool {'+'.join(pool.roles)} {lack}. Add @{' or @'.join(names)}")
     return PoolRequest(machine=cluster.names.index(names[0]), num_gpus=pool.num_gpus)
 
 
@@ -264,7 +264,7 @@ def _combine(options: Sequence[Sequence[ModelOption]], request: PoolRequest, mac
         if not grown:
             raise PlanError(
                 f"placement: the models to offload need more than the {machine.offload_bytes / _GIB:.1f} GiB of host "
-                "memory for each device: raise host_memory_bytes of the machines or offload fewer models"
+                "memory for each device. Raise host_memory_bytes of the machines or offload fewer models"
             )
         combined = [grown[index] for index in find_frontier(np.array([row for _, row in grown]))]
     fitting = [(members, row) for members, row in combined if row[-2] + row[-1] <= machine.gpu.usable_bytes]

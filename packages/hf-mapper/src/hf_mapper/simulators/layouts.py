@@ -111,7 +111,7 @@ def check_layouts(
         uneven = np.atleast_1d(sizes)[count % np.atleast_1d(sizes) > 0]
         if uneven.size:
             raise TopologyError(
-                f"{model.name}: {count} {what} do not divide evenly by {name}={uneven[0]}: choose one that divides them"
+                f"{model.name}: {count} {what} do not divide evenly by {name}={uneven[0]}. Choose one that divides them"
             )
 
 
@@ -147,12 +147,12 @@ def _check_experts(model: ModelShape, layouts: Layouts) -> None:
     uneven = spread[max(1, model.num_experts) % spread > 0]
     if uneven.size:
         raise TopologyError(
-            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={uneven.flat[0]}: choose "
+            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={uneven.flat[0]}. Choose "
             "one that divides them"
         )
     if np.any((spread > 1) & layouts.fsdp):
         raise TopologyError(
-            f"ep_size={spread.max()} with FSDP, which shards experts like everything else: choose the backend "
+            f"ep_size={spread.max()} with FSDP, which shards experts like everything else. Choose the backend "
             "megatron, or ep_size=1"
         )
 
@@ -204,7 +204,7 @@ def _check_cuts(layouts: Layouts, generation: GenerationLayouts) -> None:
             )
         )  # fmt: skip
         raise TopologyError(
-            f"generation layout {gen_pp}-{gen_tp} cannot be cut from {ranks} ranks with pp_size={pp} and tp_size={tp}: "
-            "choose gen_pp_size and gen_tp_size whose product divides the ranks and which, unless FSDP trains the "
+            f"generation layout {gen_pp}-{gen_tp} cannot be cut from {ranks} ranks with pp_size={pp} and tp_size={tp}. "
+            "Choose gen_pp_size and gen_tp_size whose product divides the ranks and which, unless FSDP trains the "
             "model, divide pp_size and tp_size"
         )
