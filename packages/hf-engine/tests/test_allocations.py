@@ -14,7 +14,7 @@ from hf_engine.testing import write_tiny_model
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
 LIMIT = 64 << 10
-"""Smaller tensors are sums and seals."""
+"""Smaller tensors are sums and checksums."""
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
 
 

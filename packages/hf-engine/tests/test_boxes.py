@@ -40,13 +40,13 @@ def test_a_malformed_box_is_refused(offset, shape):
     ("offset", "shape"), [("ab", "cd"), (0, 1), ([0], [1]), ((0,), (1.5,)), (("a",), (1,)), ((0,), None)]
 )
 def test_a_box_is_of_two_tuples_of_whole_numbers(offset, shape):
-    with pytest.raises(ValueError, match=re.escape(f"Box({offset!r}, {shape!r}): give two tuples of whole numbers")):
+    with pytest.raises(ValueError, match=re.escape(f"Box({offset!r}, {shape!r}). Use two tuples of whole numbers")):
         Box(offset, shape)
 
 
 @pytest.mark.parametrize("shape", ["ab", 3, None, [1.5]])
 def test_the_box_of_no_shape_is_refused(shape):
-    with pytest.raises(ValueError, match=r"give .*whole numbers"):
+    with pytest.raises(ValueError, match=r"Use .*whole numbers"):
         Box.whole(shape)
 
 

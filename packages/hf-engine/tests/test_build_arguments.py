@@ -30,7 +30,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("topology", NO_TOPOLOGIES, ids=repr)
 def test_what_is_no_topology_is_refused(model, ranks1, topology):
-    wanted = f"topology={topology!r}: give a Topology, such as Topology(ParallelSpec(dp_size=2))"
+    wanted = f"topology={topology!r}. Use a Topology, such as Topology(ParallelSpec(dp_size=2))"
     training = {"topology": topology, "config": TrainConfig(learning_rate=1e-3)}
     for names, arguments in ((("transformers", "server"), {"topology": topology}), (("fsdp", "megatron"), training)):
         (refusals,) = ranks1.run(build_wrongly, model, names, arguments)
@@ -40,11 +40,11 @@ def test_what_is_no_topology_is_refused(model, ranks1, topology):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"config": None}, "config=None: give a TrainConfig(learning_rate=...)"),
-        ({"config": {"learning_rate": 1e-3}}, "config={'learning_rate': 0.001}: give a TrainConfig(learning_rate=...)"),
-        ({"head": "values"}, "head='values': give lm, value or score"),
-        ({"trainable": "no"}, "trainable='no': give True or False"),
-        ({"seed": "7"}, "seed='7': give a whole number"),
+        ({"config": None}, "config=None. Use a TrainConfig(learning_rate=...)"),
+        ({"config": {"learning_rate": 1e-3}}, "config={'learning_rate': 0.001}. Use a TrainConfig(learning_rate=...)"),
+        ({"head": "values"}, "head='values'. Use lm, value or score"),
+        ({"trainable": "no"}, "trainable='no'. Use True or False"),
+        ({"seed": "7"}, "seed='7'. Use a whole number"),
     ],
 )
 def test_wrong_arguments_of_a_training_backend_are_refused(model, ranks1, wrong, message):
@@ -55,12 +55,12 @@ def test_wrong_arguments_of_a_training_backend_are_refused(model, ranks1, wrong,
 
 def test_a_seed_that_is_none_is_refused_by_the_rollout_backends(model, ranks1):
     (refusals,) = ranks1.run(build_wrongly, model, ("transformers", "server"), {"topology": ONE, "seed": 1.5})
-    assert refusals == ["seed=1.5: give a whole number"] * 2
+    assert refusals == ["seed=1.5. Use a whole number"] * 2
 
 
 @pytest.mark.parametrize("topology", NO_TOPOLOGIES, ids=repr)
 def test_groups_are_of_a_topology(topology):
-    with pytest.raises(TopologyError, match=r"^topology=.*: give a Topology, such as"):
+    with pytest.raises(TopologyError, match=r"^topology=.*. Use a Topology, such as"):
         build_groups(topology, "tp")
 
 

@@ -73,7 +73,7 @@ def refuse_configurations(model, change, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"eos_token_id": "7"}, "config.json has eos_token_id='7': give a token id"),
+        ({"eos_token_id": "7"}, "config.json has eos_token_id='7'. Use a token id"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"is quantised \(quant_method='gptq' in its"),
         ({"sliding_window": 4}, "has sliding_window=4 in its config.json, which no layer of a LlamaForCausalLM has"),
         ({"attention_chunk_size": 4}, "has attention_chunk_size=4 in its config.json, which no layer of a Llama"),

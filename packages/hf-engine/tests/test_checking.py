@@ -141,11 +141,11 @@ def test_a_plan_that_loses_a_piece_does_not_pass(model, monkeypatch):
 
     def lossy(source, target):
         plan = real(source, target)
-        largest = max(plan.shipments, key=lambda shipment: shipment.box.numel, default=None)
+        largest = max(plan.transfers, key=lambda transfer: transfer.box.numel, default=None)
         if largest is None:
             return plan
         less = replace(largest, names=largest.names[:-1])
-        return replace(plan, shipments=tuple(less if s is largest else s for s in plan.shipments))
+        return replace(plan, transfers=tuple(less if s is largest else s for s in plan.transfers))
 
     real = checking.plan_reshard
     monkeypatch.setattr(checking, "plan_reshard", lossy)

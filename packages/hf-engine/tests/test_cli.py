@@ -107,7 +107,7 @@ def test_fsdp_under_tensor_parallelism_is_refused(tmp_path, command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command, "--model", str(model), "--train", "1-2-1", "--gen", "1-1", "--sharding", "fsdp"])
     assert ended.value.code == 2
-    assert "tp_size=2: give 1-1-2, or sharding=megatron" in capsys.readouterr().err
+    assert "tp_size=2. Use 1-1-2, or sharding=megatron" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def write_over_others_files(model, folder):
     os.chdir(folder / "work")
     backend = build_on_two(model)
     for directory, reason in (
-        ("", "directory='': give the path"),
+        ("", "directory=''. Use the path"),
         (".", "is the working directory or above it"),
         ("..", "is the working directory or above it"),
         ("/", "/ is the working directory or above it"),
@@ -42,7 +42,7 @@ def write_over_others_files(model, folder):
         (folder / "thesis", "holds other files than a model's, such as 'thesis.txt'"),
         (folder / "adapters", "holds other files than a model's, such as 'cat.safetensors'"),
         (folder / "folders", "holds other files than a model's, such as 'model.safetensors'"),
-        (folder / "notes" / "notes.txt", "is a file: give a directory"),
+        (folder / "notes" / "notes.txt", "is a file. Use a directory"),
     ):
         with pytest.raises(BackendError, match=re.escape(reason)):
             backend.export_hf(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import os
 import pkgutil
@@ -55,12 +56,24 @@ def refused(calls):
 def count_megatron_names():
     from hf_engine.training.megatron import _core
 
-    return len([name for name in _core.HOMES if getattr(_core, name) is not None]), len(_core.HOMES)
+    found = [name for name in _core.HOMES if getattr(_core, name) is not None]
+    private = [name for owner, name in _core.PRIVATE if hasattr(getattr(_core, owner), name)]
+    return len(found) + len(private), len(_core.HOMES) + len(_core.PRIVATE)
 
 
 def test_every_name_is_in_megatron(ranks1):
     ((found, listed),) = ranks1.run(count_megatron_names)
     assert found == listed > 0
+
+
+def test_the_switch_of_adapters_is_in_peft():
+    """`adapters_off` sets it on every layer; where peft reads another name, that would change nothing."""
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    assert BaseTunerLayer._disable_adapters is False and issubclass(Linear, BaseTunerLayer)
+    assert "self._disable_adapters" in inspect.getsource(BaseTunerLayer.disable_adapters.fget)
+    assert "self.disable_adapters" in inspect.getsource(Linear.forward)
 
 
 @pytest.mark.vllm
@@ -74,6 +87,11 @@ def test_every_name_is_in_vllm():
         f"{owner}.{name}"
         for owner, name in (*_core.REPLACED, *_core.PRIVATE)
         if not hasattr(getattr(_core, owner), name) and name not in getattr(_core, owner).__annotations__
+    ]
+    missing += [
+        f"{module}: {name}"
+        for module, name in _core.OF_INSTANCES
+        if f"self.{name} = " not in inspect.getsource(importlib.import_module(module))
     ]
     assert missing == []
 

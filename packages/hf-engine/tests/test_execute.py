@@ -64,7 +64,7 @@ def gather_fsdp_shards(bucket_bytes):
     source, target = fsdp_layout(SHARDED, range(world_size)), replicated_layout(SHARDED, range(world_size))
     plan = plan_reshard(source, target)
     executor = ReshardExecutor(plan, bucket_bytes=bucket_bytes)
-    # Every message ends in a seal: two rounds in flight, one message for all receivers alike and one from every peer.
+    # Every message ends in a checksum: two rounds in flight, one message for all receivers and one from every peer.
     assert executor.buffer_bytes <= bucket_bytes + 4 * world_size * (4 + 24)
     shards = {name: parts[0] for name, parts in cut_weights(source, rank, full).items()}
     weights = {name: torch.zeros(shape) for name, shape in SHARDED.items()}
@@ -269,8 +269,8 @@ def mistake_on_rank_1(rank):
         3,
         r"the target tensors of rank 1 .*all 4 are float64, but the layout",
     )
-    yield held, {**wanted, "head": [None]}, 3, r"'head' is \[None\]: give one tensor per box"
-    yield None, wanted, 3, "the source tensors of rank 1 are None: give a mapping"
+    yield held, {**wanted, "head": [None]}, 3, r"'head' is \[None\]. Use one tensor per box"
+    yield None, wanted, 3, "the source tensors of rank 1 are None. Use a mapping"
 
 
 def refuse_together():
@@ -306,13 +306,13 @@ def give_rank_1_what_cannot_be():
         ({"bucket_bytes": 1}, "bucket_bytes=1 does not hold four"),
         ({"device": "nope"}, "device='nope' cannot be used"),
         ({"device": "meta"}, "device='meta' holds no bytes"),
-        ({"plan": None}, "plan=None: give a ReshardPlan"),
+        ({"plan": None}, "plan=None. Use a ReshardPlan"),
     ):
         given = {"plan": plan, "source": held, "target": wanted} | (wrong if rank else {})
         with pytest.raises(ReshardError, match=message if rank else f"rank 1 refused: {message}"):
             execute_reshard(**given)
     for ranks in ([0], [0, 0], "ab", [0, 1, 2]):
-        with pytest.raises(ReshardError, match=r"ranks=.*: give one plan rank for each of the 2 ranks of the group"):
+        with pytest.raises(ReshardError, match=r"ranks=.*. Use one plan rank for each of the 2 ranks of the group"):
             ReshardExecutor(plan, ranks=ranks)
     execute_reshard(plan, held, wanted)
 
@@ -327,7 +327,7 @@ def stand_outside():
     plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
     if rank == 2:
         for outside in (group, "x"):
-            with pytest.raises(ReshardError, match=r"give a process group that this rank is in|is not in the group"):
+            with pytest.raises(ReshardError, match=r"Use a process group that this rank is in|is not in the group"):
                 execute_reshard(plan, {}, {}, outside)
     else:
         assert execute_reshard(plan, empty_weights(plan.source, rank), empty_weights(plan.target, rank), group) == 64

@@ -106,19 +106,19 @@ def make_a_mistake_on_rank_1(model):
             wanted = ("" if rank else "rank 1 refused: .*") + message
             with pytest.raises(ReshardError, match=wanted), engine.generation():
                 pass
-    with pytest.raises((BackendError, ReshardError), match="training_weights='mvoe': give"):
+    with pytest.raises((BackendError, ReshardError), match=r"training_weights='mvoe'. Use"):
         HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
     mine = "move" if rank else "keep"
     with pytest.raises(BackendError, match=f"different training_weights or bucket_bytes; this one has '{mine}'"):
         HybridEngine(train, rollout, topology, training_weights=mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan.ReshardPlan, "digest", 7 + rank)
-        with pytest.raises(BackendError, match="the ranks have different plans: build"):
+        with pytest.raises(BackendError, match=r"the ranks have different plans. Build"):
             HybridEngine(train, rollout, topology)
     for name, given in {
-        "train=None: give a training backend": (None, rollout, topology),
-        "rollout=None: give a rollout backend": (train, None, topology),
-        "topology=None: give a Topology": (train, rollout, None),
+        "train=None. Use a training backend": (None, rollout, topology),
+        "rollout=None. Use a rollout backend": (train, None, topology),
+        "topology=None. Use a Topology": (train, rollout, None),
     }.items():
         wanted = name if rank else f"rank 1 refused: {name}"
         with pytest.raises((BackendError, ReshardError), match=wanted):

@@ -160,7 +160,7 @@ def lend_equal_shards(model, bucket_bytes):
             assert all(torch.equal(found, before[name]) for name, found in rollout.weight_buffers().items())
             responses = engine.generate(prompts, GREEDY)
             for refused in (lambda: train.compute_logprobs(batch), lambda: step(train), train.local_weights):
-                with pytest.raises(BackendError, match=r"leave generation\(\) first"):
+                with pytest.raises(BackendError, match=r"Leave generation\(\) first"):
                     refused()
             for method in ("release", "close"):
                 with pytest.raises(BackendError, match="would lose the training weights"):
@@ -202,7 +202,7 @@ def use_moved_weights(model, backend, directory):
     }
     with engine.generation():
         for name, call in calls.items():
-            with pytest.raises(BackendError, match=rf"{name}.* needs the weights, .* leave generation\(\) first"):
+            with pytest.raises(BackendError, match=rf"{name}.* needs the weights, .* Leave generation\(\) first"):
                 call()
         train.offload()
         train.reload()
@@ -316,7 +316,7 @@ def keep_between_dtypes(model):
     rollout = TransformersBackend.build(model, topology=topology, dtype="bfloat16")
     with pytest.raises(BackendError, match='use training_weights="keep"'):
         HybridEngine(train, rollout, topology, training_weights="move")
-    with pytest.raises(BackendError, match="training_weights='mvoe': give"):
+    with pytest.raises(BackendError, match=r"training_weights='mvoe'. Use"):
         HybridEngine(train, rollout, topology, training_weights="mvoe")
     engine = HybridEngine(train, rollout, topology)
     assert engine.memory.training == "kept"

@@ -13,8 +13,8 @@ print(json.dumps(sorted(sys.modules)))
 
 LIBRARIES = {"megatron", "peft", "ray", "safetensors", "sglang", "tensordict", "transformers", "vllm"}
 EXPECTED = [
-    "hf_engine.backends.abilities",
     "hf_engine.backends.base",
+    "hf_engine.backends.capabilities",
     "hf_engine.backends.jagged",
     "hf_engine.backends.lora_config",
     "hf_engine.backends.registry",

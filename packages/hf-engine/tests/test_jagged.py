@@ -37,9 +37,9 @@ def test_columns_over_shared_offsets_are_aligned():
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, "the column 'ids' is of shape \\(2, 3\\), not jagged: give rows without padding"),
-        ([[1.0], [2.0]], "is of torch.float32: give token ids of torch.int64"),
-        ([[True], [False]], "is of torch.bool: give token ids"),
+        (None, "the column 'ids' is of shape \\(2, 3\\), not jagged. Use rows without padding"),
+        ([[1.0], [2.0]], "is of torch.float32. Use token ids of torch.int64"),
+        ([[True], [False]], "is of torch.bool. Use token ids"),
         ([[1, 2], [3, 10]], "row 1 of 'ids' holds the token id 10, the model's are 0 to 9"),
         ([[1, -1], [3]], "row 0 of 'ids' holds the token id -1"),
     ],
@@ -60,7 +60,7 @@ def test_what_lies_between_rows_is_no_token():
 
 
 def test_no_batch_is_no_batch():
-    with pytest.raises(BatchError, match=r"batch=None: give a TensorDict with the columns \['ids'\]"):
+    with pytest.raises(BatchError, match=r"batch=None. Use a TensorDict with the columns \['ids'\]"):
         require_columns(None, ("ids",))
 
 

@@ -62,19 +62,19 @@ def test_unknown_dtypes_scalars_and_no_ranks_are_refused():
 @pytest.mark.parametrize(
     ("shapes", "ranks", "message"),
     [
-        ({"w": (4,)}, 4, r"ranks=4: give the ranks in order, such as range\(4\)"),
+        ({"w": (4,)}, 4, r"ranks=4. Use the ranks in order, such as range\(4\)"),
         ({"w": (4,)}, "01", r"a rank='0' must be a whole number of at least 0"),
-        ({"w": (4,)}, [0, 0], r"ranks=\[0, 0\]: name every rank once"),
+        ({"w": (4,)}, [0, 0], r"ranks=\[0, 0\]. Name every rank once"),
         ({"w": (4,)}, [0, -1], "a rank=-1 must be a whole number of at least 0"),
         ({"w": (4,)}, [True], "a rank=True must be"),
-        ({"w": (4,)}, [], r"ranks=\[\]: give at least one rank"),
-        ("w", [0], "shapes='w': give full shapes by name"),
-        ({"w": 4}, [0], r"the shape of 'w'=4: give a tuple of whole numbers, such as \(4,\)"),
-        ({"w": (4, -1)}, [0], r"the shape of 'w'=\(4, -1\): give a tuple"),
-        ({"w": (2.5,)}, [0], r"the shape of 'w'=\(2.5,\): give a tuple"),
-        ({"w": (True,)}, [0], r"the shape of 'w'=\(True,\): give a tuple"),
-        ({"w": b"ab"}, [0], "the shape of 'w'=b'ab': give a tuple"),
-        ({1: (4,)}, [0], "the name of a parameter=1: give a string"),
+        ({"w": (4,)}, [], r"ranks=\[\]. Use at least one rank"),
+        ("w", [0], "shapes='w'. Use full shapes by name"),
+        ({"w": 4}, [0], r"the shape of 'w'=4. Use a tuple of whole numbers, such as \(4,\)"),
+        ({"w": (4, -1)}, [0], r"the shape of 'w'=\(4, -1\). Use a tuple"),
+        ({"w": (2.5,)}, [0], r"the shape of 'w'=\(2.5,\). Use a tuple"),
+        ({"w": (True,)}, [0], r"the shape of 'w'=\(True,\). Use a tuple"),
+        ({"w": b"ab"}, [0], "the shape of 'w'=b'ab'. Use a tuple"),
+        ({1: (4,)}, [0], "the name of a parameter=1. Use a string"),
     ],
 )
 def test_wrong_kinds_are_named(make, shapes, ranks, message):
@@ -85,12 +85,12 @@ def test_wrong_kinds_are_named(make, shapes, ranks, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"boxes": [0]}, r"boxes=\[0\]: give a mapping from ranks"),
+        ({"boxes": [0]}, r"boxes=\[0\]. Use a mapping from ranks"),
         ({"boxes": {-1: {}}}, "a rank=-1 must be"),
-        ({"boxes": {0: "w"}}, "rank 0 holds 'w': give a mapping from names to tuples of Box"),
-        ({"boxes": {0: {"w": [0]}}}, r"rank 0: boxes of 'w'=\[0\]: give a tuple of Box"),
-        ({"boxes": {}, "dtype": None}, "dtype=None: give one of"),
-        ({"boxes": {}, "dtype": []}, r"dtype=\[\]: give one of"),
+        ({"boxes": {0: "w"}}, "rank 0 holds 'w'. Use a mapping from names to tuples of Box"),
+        ({"boxes": {0: {"w": [0]}}}, r"rank 0: boxes of 'w'=\[0\]. Use a tuple of Box"),
+        ({"boxes": {}, "dtype": None}, "dtype=None. Use one of"),
+        ({"boxes": {}, "dtype": []}, r"dtype=\[\]. Use one of"),
     ],
 )
 def test_wrong_kinds_in_a_layout_are_named(given, message):
@@ -107,8 +107,8 @@ def test_shapes_may_be_lists():
     ("names", "message"),
     [
         (["w", "x"], "^names holds 'x', which is none of the layout's 2 parameters, such as 'w'$"),
-        ("w", "names='w': give a list of parameters' names"),
-        (3, "names=3: give a list of parameters' names"),
+        ("w", "names='w'. Use a list of parameters' names"),
+        (3, "names=3. Use a list of parameters' names"),
         ([["w"]], r"names holds \['w'\], which is none of the layout's"),
         ([3], "names holds 3, which is none"),
     ],

@@ -110,4 +110,4 @@ def test_failures_carry_their_traceback_and_the_ranks_come_back(capfd):
         assert ranks.run(add_ranks, 0) == [(1.0, 1)] * 2
         with pytest.raises(RuntimeError, match="rank 0 did not answer in time"):
             ranks.run(come_late, deadline_s=0.1)
-        assert "BrokenPipe" not in capfd.readouterr().err, "who comes late has nobody to tell"
+        assert "BrokenPipe" not in capfd.readouterr().err, "a late answer has no reader"

@@ -55,14 +55,14 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"bounds": (NAN, 1.0)}, r"bounds=\(nan, 1.0\): give two numbers of at least 0"),
-        ({"bounds": (1.0, NAN)}, r"bounds=\(1.0, nan\): give two numbers"),
-        ({"bounds": (-1.0, 1.0)}, r"bounds=\(-1.0, 1.0\): give two numbers"),
-        ({"bounds": ("a", "b")}, r"bounds=\('a', 'b'\): give two numbers"),
-        ({"bounds": ()}, r"bounds=\(\): give two numbers"),
-        ({"bounds": 3}, "bounds=3: give two numbers"),
-        ({"dtype": "float8"}, "dtype='float8': give one of float64, float32, float16, bfloat16"),
-        ({"dtype": []}, r"dtype=\[\]: give one of"),
+        ({"bounds": (NAN, 1.0)}, r"bounds=\(nan, 1.0\). Use two numbers of at least 0"),
+        ({"bounds": (1.0, NAN)}, r"bounds=\(1.0, nan\). Use two numbers"),
+        ({"bounds": (-1.0, 1.0)}, r"bounds=\(-1.0, 1.0\). Use two numbers"),
+        ({"bounds": ("a", "b")}, r"bounds=\('a', 'b'\). Use two numbers"),
+        ({"bounds": ()}, r"bounds=\(\). Use two numbers"),
+        ({"bounds": 3}, "bounds=3. Use two numbers"),
+        ({"dtype": "float8"}, "dtype='float8'. Use one of float64, float32, float16, bfloat16"),
+        ({"dtype": []}, r"dtype=\[\]. Use one of"),
     ],
 )
 def test_bounds_that_bound_nothing_are_refused(given, message):
@@ -71,7 +71,7 @@ def test_bounds_that_bound_nothing_are_refused(given, message):
 
 
 def test_columns_that_are_none_are_refused():
-    with pytest.raises(ReshardError, match=r"rollout=\[0.0\]: give a tensor of log-probs"):
+    with pytest.raises(ReshardError, match=r"rollout=\[0.0\]. Use a tensor of log-probs"):
         check_logprobs([0.0], torch.zeros(1), dtype="float32")
-    with pytest.raises(ReshardError, match="recomputed=None: give a tensor of log-probs"):
+    with pytest.raises(ReshardError, match=r"recomputed=None. Use a tensor of log-probs"):
         measure_logprob_gap(torch.zeros(1), None)

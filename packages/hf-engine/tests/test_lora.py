@@ -18,7 +18,7 @@ from hf_engine import (
     LoraConfig,
     SamplingParams,
     SupportsAdapters,
-    TakesAdapters,
+    SupportsUnmergedAdapters,
     TrainConfig,
     load_rollout_backend,
     load_train_backend,
@@ -118,7 +118,7 @@ def transition(directory, takes):
     backend, batch, topology = build(directory), build_batch(vocab_size=64, num_rows=4), topology_of_all_ranks()
     options = {"lora": LORA} if takes else {}
     rollout = load_rollout_backend("transformers").build(directory, topology=topology, **options)
-    assert isinstance(rollout, TakesAdapters) and (rollout.held_adapters() is not None) == takes
+    assert isinstance(rollout, SupportsUnmergedAdapters) and (rollout.held_adapters() is not None) == takes
     engine = HybridEngine(backend, rollout, topology)
     prompts = own_rows(TensorDict({"prompt_ids": batch["prompt_ids"], "row_id": torch.arange(4)}, [4]))
     for _ in range(2):

@@ -192,6 +192,6 @@ def test_generation_is_that_of_the_exported_model(model, ranks_of, tmp_path, tra
     results = ranks.run(train_and_generate, model, tmp_path, training, rollout, gen_tp, deadline_s=380)
     for traffic, planned, versions in results:
         assert versions == [1] * 4 + [2] * 4
-        # The ranks of an engine in a process of its own tell each other names and places, no weights.
+        # The ranks of an engine in a process of its own exchange names and places, no weights.
         objects = 1 << 16 if rollout == "sglang" else 0
         assert traffic.matches(planned, most_object_bytes=objects), (traffic, planned)

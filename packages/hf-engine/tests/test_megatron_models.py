@@ -143,7 +143,7 @@ def refuse_layouts(model, three_heads):
         with pytest.raises(BackendError, match=message):
             build(model, Topology(ParallelSpec(**sizes), order=order))
 
-    with pytest.raises(BackendError, match=r"does not use torch\.compile: set compile=False"):
+    with pytest.raises(BackendError, match=r"does not use torch\.compile. Set compile=False"):
         build(model, Topology(ParallelSpec(dp_size=2)), replace(CONFIG, compile=True))
     refused("no context parallelism, got cp_size=2", cp_size=2)
     with pytest.raises(BackendError, match="num_kv_heads=3 do not divide evenly by tp_size=2 in training"):

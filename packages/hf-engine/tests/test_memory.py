@@ -24,14 +24,14 @@ def test_host_bytes_are_those_of_the_container(machine_of):
 @pytest.mark.parametrize(
     ("cache_bytes", "fraction", "message"),
     [
-        (1 << 20, 0.5, "cache_bytes=1048576 and cache_fraction=0.5 both size the cache: give one"),
+        (1 << 20, 0.5, "cache_bytes=1048576 and cache_fraction=0.5 both size the cache. Use one"),
         (0, None, "cache_bytes=0 must be a whole number of at least 1"),
         ("1G", None, "cache_bytes='1G' must be a whole number of at least 1"),
         (1.5e6, None, "cache_bytes=1500000.0 must be a whole number"),
         (1 << 60, None, r"cache_bytes=1152921504606846976 is not below the memory of \d+ bytes; lower it"),
-        (None, "a third", "cache_fraction='a third': give a share"),
-        (None, 0.0, "cache_fraction=0.0: give a share"),
-        (None, 1.0, "cache_fraction=1.0: give a share"),
+        (None, "a third", "cache_fraction='a third'. Use a share"),
+        (None, 0.0, "cache_fraction=0.0. Use a share"),
+        (None, 1.0, "cache_fraction=1.0. Use a share"),
         (None, -0.1, "above 0 and below 1"),
         (None, float("nan"), "above 0 and below 1"),
     ],
@@ -52,7 +52,7 @@ def test_caches_are_taken_again_with_zeros_all_or_none():
     for storage in caches:
         storage.resize_(0)
     with pytest.raises(
-        BackendError, match="4611686018427387968 bytes cannot be taken again: lower cache_bytes"
+        BackendError, match=r"4611686018427387968 bytes cannot be taken again:\slower cache_bytes"
     ) as error:
         take_again(caches, [64, 1 << 62])
     assert "\n" not in str(error.value)

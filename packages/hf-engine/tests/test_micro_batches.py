@@ -85,7 +85,7 @@ def test_ranks_of_a_replica_have_the_same_rows(ranks3):
     assert ranks3.run(agree_in_replicas, [whole, with_holes, whole[:2]], [0, 0, 1]) == [same, same, [[0, 1]]]
     for other in (changed, whole[:2], whole.exclude("scores"), whole.clone().update({"scores": torch.zeros(3)})):
         message = (
-            "rank 1 was given other rows than rank 0, which is in the same replica: give all 2 ranks of a replica the "
+            "rank 1 was given other rows than rank 0, which is in the same replica. Give all 2 ranks of a replica the "
             "same batch; the ranks computed nothing"
         )
         assert ranks3.run(agree_in_replicas, [whole, other, whole[:2]], [0, 0, 1]) == [message] * 3
@@ -109,7 +109,7 @@ def test_all_ranks_are_given_the_same_arguments(ranks2, replicas):
         ({"loss_fn": None, "temperature": 2}, [temperature.format(2.0), loss.format(None, "loss_fn=dumps")]),
     ):
         message = (
-            f"{'; '.join(differences)}: give all ranks the same, as denominator the sum over all of them; the ranks "
+            f"{'; '.join(differences)}. Give all ranks the same, as denominator the sum over all of them; the ranks "
             "computed nothing"
         )
         assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike | other]) == [message] * 2
@@ -221,7 +221,7 @@ def test_a_loss_sees_the_batchs_own_mask_with_its_holes():
     ("mask", "says"),
     [
         (jagged([[1], [1, 1], [1, 1]]), "row 1 of 'response_mask' has 2 values for 3 response tokens"),
-        (torch.ones(3, 3), r"the column 'response_mask' is of shape \(3, 3\): give it jagged"),
+        (torch.ones(3, 3), r"the column 'response_mask' is of shape \(3, 3\). Give it jagged"),
     ],
 )
 def test_a_mask_that_is_not_aligned_is_refused(mask, says):

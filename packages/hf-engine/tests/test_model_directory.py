@@ -79,7 +79,7 @@ def test_error_is_of_a_backend_and_of_a_configuration(tmp_path):
     with pytest.raises(ModelError) as refused:
         read_model_directory(tmp_path / "absent")
     assert isinstance(refused.value, BackendError) and isinstance(refused.value, ConfigError)
-    with pytest.raises(ModelError, match=r"^model=3: give a directory"):
+    with pytest.raises(ModelError, match=r"^model=3. Use a directory"):
         read_model_directory(3)
 
 

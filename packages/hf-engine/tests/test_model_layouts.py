@@ -208,7 +208,7 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
         (
             {},
             {"pp_size": 64},
-            "^4 layers cannot fill pp_size=64 pipeline stages in training: choose a pp_size of at most 4$",
+            "^4 layers cannot fill pp_size=64 pipeline stages in training. Choose a pp_size of at most 4$",
         ),
         ({}, {"dp_size": 2, "ep_size": 2}, "num_experts=0 do not divide evenly by ep_size=2"),
         (
@@ -248,16 +248,16 @@ def test_generation_needs_its_topology_and_evenly_divided_heads():
     [
         (
             {"vocab_rows": 128},
-            "^vocab_rows=128 is below llama's vocab_size=150: leave it out, or give its rows and pad",
+            "^vocab_rows=128 is below llama's vocab_size=150. Leave it out, or give its rows and pad",
         ),
         ({"vocab_rows": 0}, "vocab_rows=0 must be a whole number of at least 1"),
         ({"vocab_rows": 192.0}, "vocab_rows=192.0 must be"),
         ({"vocab_rows": True}, "vocab_rows=True must be"),
         ({"vocab_rows": "192"}, "vocab_rows='192' must be"),
-        ({"layers_per_stage": 4}, "layers_per_stage=4: give a list of whole numbers, one for each stage"),
-        ({"layers_per_stage": "4"}, "layers_per_stage='4': give a list of whole numbers"),
-        ({"layers_per_stage": [4.0]}, r"layers_per_stage=\[4.0\]: give a list of whole numbers"),
-        ({"layers_per_stage": [[4]]}, r"layers_per_stage=\[\[4\]\]: give a list of whole numbers"),
+        ({"layers_per_stage": 4}, "layers_per_stage=4. Use a list of whole numbers, one for each stage"),
+        ({"layers_per_stage": "4"}, "layers_per_stage='4'. Use a list of whole numbers"),
+        ({"layers_per_stage": [4.0]}, r"layers_per_stage=\[4.0\]. Use a list of whole numbers"),
+        ({"layers_per_stage": [[4]]}, r"layers_per_stage=\[\[4\]\]. Use a list of whole numbers"),
         ({"dtype": "float8"}, "dtype 'float8' is not one of"),
     ],
 )
@@ -269,5 +269,5 @@ def test_what_no_layout_can_be_made_of_is_named(make, given, message):
 
 @pytest.mark.parametrize("head", ["foo", None, 3, []])
 def test_heads_are_two(head):
-    with pytest.raises(ReshardError, match=re.escape(f"head={head!r}: give lm or value")):
+    with pytest.raises(ReshardError, match=re.escape(f"head={head!r}. Use lm or value")):
         megatron_layout(FAMILIES["llama"], Topology(ParallelSpec()), head=head)

@@ -70,7 +70,7 @@ def change_weights_on_rank_1(model):
         pass
     rank = torch.distributed.get_rank()
     train._weight_changes += rank
-    did = "did: call train_step" if rank else "did not: call train_step"
+    did = "did. Call train_step" if rank else "did not. Call train_step"
     with pytest.raises(ReshardError, match=f"those of rank {rank} {did}"), engine.generation():
         pass
     train._weight_changes += 1 - rank
@@ -131,8 +131,8 @@ def refuse_padding(model):
 
 def test_padding_that_cannot_be_freed_is_refused_before_moving(ranks1, tmp_path):
     (told,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
-    assert told[0] == "the training backend: 'padding()' is None: give a list of tensors"
-    assert told[1] == "the training backend: 'padding()' is 'x': give tensors"
+    assert told[0] == "the training backend: 'padding()' is None. Use a list of tensors"
+    assert told[1] == "the training backend: 'padding()' is 'x'. Use tensors"
     assert re.match(r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", told[2])
 
 

@@ -106,9 +106,9 @@ def train_interrupted(backend_name, model, dtype, device_like):
 def offload_states(backend, batch, scored):
     freed = backend.offload()
     assert torch.equal(backend.compute_logprobs(batch)["logprobs"].values(), scored)
-    with pytest.raises(BackendError, match=r"train_step needs the optimizer's state, .* call reload\(\) first"):
+    with pytest.raises(BackendError, match=r"train_step needs the optimizer's state, .* Call reload\(\) first"):
         backend.train_step(batch, negative_logprobs, 10.0)
-    with pytest.raises(BackendError, match=r"save_state needs .* call reload\(\) first"):
+    with pytest.raises(BackendError, match=r"save_state needs .* Call reload\(\) first"):
         backend.save_state("unused")
     return freed
 
@@ -124,7 +124,7 @@ def offload_weights(backend, batch):
         ("load_hf", lambda: backend.load_hf("unused")),
         ("load_state", lambda: backend.load_state("unused")),
     ):
-        with pytest.raises(BackendError, match=rf"{name} needs the weights, .* call reload\(\) first"):
+        with pytest.raises(BackendError, match=rf"{name} needs the weights, .* Call reload\(\) first"):
             call()
     return freed
 

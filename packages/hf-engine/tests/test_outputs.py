@@ -58,7 +58,7 @@ def test_without_rows_a_column_keeps_its_shape():
     ("column", "says"),
     [
         (None, "the batch lacks the columns \\['candidate_ids'\\]"),
-        (torch.zeros(2, 3, 2, dtype=torch.int64), "is a Tensor that is not jagged: give k token ids"),
+        (torch.zeros(2, 3, 2, dtype=torch.int64), "is a Tensor that is not jagged. Use k token ids"),
         (jagged([1, 2, 3], [4]), "is of torch.int64 of 2 dimensions"),
         (CANDIDATES.float(), "is of torch.float32 of 3 dimensions"),
         (jagged([[1, 2]], [[3, 4]]), "row 0 of 'candidate_ids' has 1 tokens, its response 3"),

@@ -211,12 +211,12 @@ def test_a_source_with_a_hole_is_refused():
 @pytest.mark.parametrize(
     ("near", "message"),
     [
-        (0, r"near=0: give groupings of ranks, such as \[\[\[0, 1\], \[2, 3\]\]\]"),
-        ([0], r"near=\[0\]: give groupings"),
-        ([[0]], r"near=\[\[0\]\]: give groupings"),
-        ([[[-1]]], r"near=\[\[\[-1\]\]\]: give groupings"),
-        ([[["a"]]], r"near=\[\[\['a'\]\]\]: give groupings"),
-        ("ab", "near='ab': give groupings"),
+        (0, r"near=0. Use groupings of ranks, such as \[\[\[0, 1\], \[2, 3\]\]\]"),
+        ([0], r"near=\[0\]. Use groupings"),
+        ([[0]], r"near=\[\[0\]\]. Use groupings"),
+        ([[[-1]]], r"near=\[\[\[-1\]\]\]. Use groupings"),
+        ([[["a"]]], r"near=\[\[\['a'\]\]\]. Use groupings"),
+        ("ab", "near='ab'. Use groupings"),
     ],
 )
 def test_groupings_that_are_none_are_refused(near, message):

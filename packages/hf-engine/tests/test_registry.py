@@ -50,9 +50,9 @@ def test_an_unknown_name_lists_the_installed_ones(installed):
 
 @pytest.mark.parametrize("name", [["vllm"], None, ""])
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(BackendError, match=r"the training backend=.*: give a name"):
+    with pytest.raises(BackendError, match=r"the training backend=.*. Use a name"):
         load_train_backend(name)
-    with pytest.raises(BackendError, match=r"the rollout backend=.*: give a name"):
+    with pytest.raises(BackendError, match=r"the rollout backend=.*. Use a name"):
         load_rollout_backend(name)
 
 

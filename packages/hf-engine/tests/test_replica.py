@@ -149,8 +149,8 @@ def refuse_on_rank_1(model):
     """Far within the groups' deadline, and the next backend is built."""
     is_second = dist.get_rank() == 1
     for wrong, reason in (
-        ({"urls": []}, r"rollout.options.urls=\[\]: give a list"),
-        ({"seed": "one"}, "seed='one': give a whole number"),
+        ({"urls": []}, r"rollout.options.urls=\[\]. Use a list"),
+        ({"seed": "one"}, "seed='one'. Use a whole number"),
         ({"weights_directory": 5}, "TypeError: "),
     ):
         told = f"^{reason}" if is_second and "TypeError" not in reason else f"^rank 1 refused: {reason}"

@@ -101,7 +101,7 @@ def test_an_end_that_the_vocabulary_lacks_is_never_drawn():
     [torch.tensor([1.5]), torch.tensor([[1, 2]]), torch.nested.nested_tensor([torch.arange(2)], layout=torch.jagged)],
 )
 def test_row_ids_that_are_no_column_of_whole_numbers_are_refused(row_ids):
-    with pytest.raises(BatchError, match=r"the column 'row_id' is .*: give one whole number a row"):
+    with pytest.raises(BatchError, match=r"the column 'row_id' is .*. Use one whole number a row"):
         read([[3]], row_ids)
 
 
@@ -115,7 +115,7 @@ def test_logits_that_are_not_finite_name_their_cause(version, cause):
 
 
 def test_sampling_parameters_of_another_kind_are_refused():
-    with pytest.raises(BackendError, match=r"sampling=\{'max_new_tokens': 2\}: give SamplingParams"):
+    with pytest.raises(BackendError, match=r"sampling=\{'max_new_tokens': 2\}. Use SamplingParams"):
         read([[3]], sampling={"max_new_tokens": 2})
 
 

@@ -139,12 +139,12 @@ def refuse(model, url, folder):
         build(model, url, TWO)
     with pytest.raises(BackendError, match=r"absent': no such directory"):
         build(model / "absent", url)
-    with pytest.raises(BackendError, match=r"has another vocabulary than '.*', of 70 tokens: start it with the model"):
+    with pytest.raises(BackendError, match=r"has another vocabulary than '.*', of 70 tokens. Start it with the model"):
         build(write_tiny_model(folder / "larger", vocab_size=70), url)
     with pytest.raises(BackendError, match=r"has another vocabulary than '.*', of 60 tokens"):
         build(write_tiny_model(folder / "smaller", vocab_size=60), url)
     with pytest.raises(
-        BackendError, match=r"has a LlamaForCausalLM, '.*' is a Qwen3ForCausalLM: start it with the mod"
+        BackendError, match=r"has a LlamaForCausalLM, '.*' is a Qwen3ForCausalLM. Start it with the mod"
     ):
         build(write_tiny_model(folder / "other", family="qwen3"), url)
     (folder / "gpt2").mkdir()
@@ -157,10 +157,10 @@ def refuse(model, url, folder):
 
 def use_wrongly(engine, model, url):
     backend, prompts = build(model, url), build_prompts(4, vocab_size=VOCAB_SIZE)
-    with pytest.raises(BackendError, match="call begin_weights first"):
+    with pytest.raises(BackendError, match="Call begin_weights first"):
         backend.load_shards({})
     refused = {"sglang": {"min_new_tokens": 2}, "vllm": {"temperature": 0.7}}[engine]
-    with pytest.raises(BackendError, match="sampling=None: give SamplingParams"):
+    with pytest.raises(BackendError, match=r"sampling=None. Use SamplingParams"):
         backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), None)
     with pytest.raises(BackendError, match=rf"cannot generate with .*: .*{next(iter(refused))}"):
         backend.generate(prompts, SamplingParams(max_new_tokens=4, **refused))
@@ -174,7 +174,7 @@ def use_wrongly(engine, model, url):
         BackendError, match=r"from weights that it calls .*, not '.*': it was started again, or somebody"
     ):
         backend.generate(prompts, GREEDY)
-    with pytest.raises(BackendError, match=r"did not finish /.* in 0.001 s: raise rollout.options.timeout_s"):
+    with pytest.raises(BackendError, match=r"did not finish /.* in 0.001 s. Raise rollout.options.timeout_s"):
         replace_timeout(other, 0.001).generate(prompts, replace(GREEDY, max_new_tokens=35))
     other.close()
     backend.close()
@@ -192,7 +192,7 @@ def lose_the_server(model, url, pid):
     with pytest.raises(BackendError, match=r"(hung up in /\S+ |nothing answers at ).*restart_timeout_s = 1$"):
         generate_without_end(backend)
     wait_until_nobody_listens(url)
-    with pytest.raises(BackendError, match=r"nothing answers at http://127.0.0.1:\d+ .*: start the server there"):
+    with pytest.raises(BackendError, match=r"nothing answers at http://127.0.0.1:\d+ .*. Start the server there"):
         backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
     with pytest.raises(BackendError, match="nothing answers at"):
         send(backend, model, 5)

@@ -107,6 +107,6 @@ def test_a_server_that_hangs_in_an_update_is_not_awaited_twice(monkeypatch, most
     with silent() as url:
         server._connection = ServerConnection(url, connect_timeout_s=60, timeout_s=timeout_s)
         start = time.monotonic()
-        with pytest.raises(ReshardError, match=rf"did not finish /pause\?mode=wait in {timeout_s:g} s: raise"):
+        with pytest.raises(ReshardError, match=rf"did not finish /pause\?mode=wait in {timeout_s:g} s. Raise"):
             server.load_weights(Path("/weights"), "new")
         assert timeout_s <= time.monotonic() - start < twice_s

@@ -158,7 +158,7 @@ def refuse_one_ranks_shard(model):
     other = name if dist.get_rank() == 0 else "model.norm.weight"
     with pytest.raises(BackendError, match=r"of the replica \(0, 1\) the ranks \[1\] were given something else"):
         backend.load_shards({other: shards[other]})
-    with pytest.raises(ReshardError, match="did not arrive: load them before commit_weights"):
+    with pytest.raises(ReshardError, match=r"did not arrive. Load them before commit_weights"):
         backend.commit_weights(3)
     with pytest.raises(BackendError, match="begun and not committed"):
         backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)

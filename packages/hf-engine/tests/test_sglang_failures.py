@@ -60,7 +60,7 @@ def reference_of(model):
 
 
 def refuse(models, directory):
-    with pytest.raises(BackendError, match="topology=None: give a Topology"):
+    with pytest.raises(BackendError, match=r"topology=None. Use a Topology"):
         build(models["tied"], None)
     for wrong, message in (
         ({"timeout_s": float("inf")}, "timeout_s=inf must be a finite number above 0"),
@@ -102,7 +102,7 @@ def refuse(models, directory):
 def use_wrongly(model):
     backend = shared(model, ONE)
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
-    with pytest.raises(BackendError, match="call begin_weights first"):
+    with pytest.raises(BackendError, match="Call begin_weights first"):
         backend.load_shards({})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_cache_tokens", 13)
@@ -234,7 +234,7 @@ def refuse_on_rank_1(model):
     for wrong, reason in (
         ({"cache_bytes": 0}, "cache_bytes=0 must be a whole number of at least 1"),
         ({"engine_options": {"tp_size": 1}}, r"engine_options=.* would change tp_size"),
-        ({"seed": "one"}, "seed='one': give a whole number"),
+        ({"seed": "one"}, "seed='one'. Use a whole number"),
     ):
         with pytest.raises(BackendError, match=f"^{'' if is_second else 'rank 1 refused: '}{reason}"):
             build(model, TWO, **(wrong if is_second else {}))

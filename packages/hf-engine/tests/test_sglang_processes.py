@@ -50,7 +50,7 @@ def start():
     [
         ({"tp_size": 2}, "engine_options={'tp_size': 2} would change tp_size, which is set by the other arguments"),
         ({"log_level": "info", "sampling_backend": "pytorch"}, "would change sampling_backend, which"),
-        (5, "engine_options=5: give a table of SGLang's server arguments"),
+        (5, "engine_options=5. Use a table of SGLang's server arguments"),
     ],
 )
 def test_options_that_are_ours_are_refused(tmp_path, more, message):
@@ -117,7 +117,7 @@ def test_a_process_that_does_not_answer_is_ended():
     process = start()
     pid = process.pid
     os.kill(pid, signal.SIGSTOP)
-    with pytest.raises(BackendError, match=r"did not finish 'flush' in 0.2 s and was ended: .* a longer timeout_s"):
+    with pytest.raises(BackendError, match=r"did not finish 'flush' in 0.2 s and was ended. .* a longer timeout_s"):
         process.call("flush", timeout_s=0.2)
     assert is_gone(pid)
 

@@ -12,9 +12,9 @@ from engine_testing.storages import watch_storages
 from engine_testing.traffic import count_traffic
 from engine_testing.train_steps import check_greedy_samples, count_lacking_bytes, train_step
 from hf_engine import (
-    HoldsPadding,
     HybridEngine,
     SamplingParams,
+    SupportsPadding,
     TrainConfig,
     load_rollout_backend,
     load_train_backend,
@@ -116,7 +116,7 @@ def move_and_generate(backend, model, topology, directory, bucket_bytes):
     engine = HybridEngine(train, rollout, topology, bucket_bytes=bucket_bytes)
     rank, found = dist.get_rank(), []
     prompts = build_prompts(4, vocab_size=VOCAB_SIZE)
-    padding = train.padding() if isinstance(train, HoldsPadding) else ()
+    padding = train.padding() if isinstance(train, SupportsPadding) else ()
     everything = [*parts_of(train.local_weights()), *padding, *rollout.weight_buffers().values()]
     trained = storage_bytes([*parts_of(train.local_weights()), *padding])
     for index in range(2):

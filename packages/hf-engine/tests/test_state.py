@@ -286,7 +286,7 @@ def refuse_damage(model, wide, folder):
     for given, reason in (
         (unlisted, rf"files: {SECOND} .* is not listed"),
         (files[1:] + files[1:], "is listed twice"),
-        ("state.json", "give what finish_state"),
+        ("state.json", "Use what finish_state"),
         ([file for file in files if file.path != "state.json"], "state.json .* is not listed"),
     ):
         with pytest.raises(StateError, match=reason):

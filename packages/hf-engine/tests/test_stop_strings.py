@@ -129,5 +129,5 @@ def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
 
 
 def test_an_empty_string_is_refused():
-    with pytest.raises(ConfigError, match="no empty string"):
+    with pytest.raises(ConfigError, match="an empty string"):
         SamplingParams(max_new_tokens=2, stop_strings=("a", ""))

@@ -25,7 +25,7 @@ MODEL = ModelShape(
 
 
 def whole(name, shape, step):
-    """Values that tell parameters, places and steps apart."""
+    """Values that differ by parameter, place and step."""
     seed = sum(map(ord, name))
     return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1000 * seed + step
 

@@ -63,7 +63,7 @@ def name_no_directory(model, backend_name, absent):
         model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
     )
     for method in ("export_hf", "save_state", "load_hf", "load_state"):
-        with pytest.raises(BackendError, match="directory=None: give the path of a directory"):
+        with pytest.raises(BackendError, match=r"directory=None. Use the path of a directory"):
             getattr(backend, method)(None)
     with pytest.raises(BackendError) as failed:
         backend.load_hf(absent)
@@ -131,15 +131,15 @@ def make_mistakes_on_rank_1(model, backend_name, sizes):
     mistakes = {
         r"row 0 of 'response_ids' holds the token id 64, the model's are 0 to 63": {"response_ids": strangers[0]},
         r"row 0 of 'prompt_ids' holds the token id -1": {"prompt_ids": strangers[1]},
-        r"the column 'prompt_ids' is of shape \(.*, 3\), not jagged: give": {"prompt_ids": padded},
-        r"the column 'prompt_ids' is of torch.float32: give": {"prompt_ids": strangers[0].float()},
+        r"the column 'prompt_ids' is of shape \(.*, 3\), not jagged. Use": {"prompt_ids": padded},
+        r"the column 'prompt_ids' is of torch.float32. Use": {"prompt_ids": strangers[0].float()},
     }
     other = "" if alone else "rank 1 refused: .*"
     for message, columns in mistakes.items():
         given = batch.clone().update(columns) if alone else batch
         with pytest.raises(BatchError, match=other + message):
             backend.train_step(given, negative_logprobs, 10.0)
-    with pytest.raises(BatchError, match=other + "batch=None: give a TensorDict with the columns"):
+    with pytest.raises(BatchError, match=other + "batch=None. Use a TensorDict with the columns"):
         backend.compute_logprobs(None if alone else batch)
     with pytest.raises((BackendError, BatchError), match=other + "denominator=None must be"):
         backend.train_step(batch, negative_logprobs, None if alone else 10.0)
@@ -177,9 +177,9 @@ def give_own_denominators(model, backend_name):
         model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
     )
     rank, batch = dist.get_rank(), local_rows(4)
-    with pytest.raises(BatchError, match=r"rank 1 was given denominator=11\.0, rank 0 denominator=10\.0: give all"):
+    with pytest.raises(BatchError, match=r"rank 1 was given denominator=11\.0, rank 0 denominator=10\.0. Give all"):
         backend.train_step(batch, negative_logprobs, 10.0 + rank)
-    with pytest.raises(BatchError, match=r"rank 1 was given temperature=2\.0, rank 0 temperature=1\.0: give all"):
+    with pytest.raises(BatchError, match=r"rank 1 was given temperature=2\.0, rank 0 temperature=1\.0. Give all"):
         backend.compute_logprobs(batch, temperature=1.0 + rank)
     assert backend.optimizer_steps == 0
     backend.train_step(batch, negative_logprobs, 10.0)

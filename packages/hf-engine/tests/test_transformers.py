@@ -149,7 +149,7 @@ def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
         build(models["tied"], cache_fraction=share).generate(
             build_prompts(1, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=9)
         )
-    with pytest.raises(BackendError, match=r"cache_bytes=1 and cache_fraction=0.5 both size the cache: give one"):
+    with pytest.raises(BackendError, match=r"cache_bytes=1 and cache_fraction=0.5 both size the cache. Use one"):
         build(models["tied"], cache_bytes=1, cache_fraction=0.5)
 
 
@@ -166,7 +166,7 @@ def test_lack_of_memory_is_one_error_and_the_next_batch_is_drawn(models, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("hf_engine.rollout.transformers._backend.build_cache", allocate)
-        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*: lower cache_bytes"):
+        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*:\slower cache"):
             backend.generate(prompts, sampling)
     after = backend.generate(prompts, sampling)
     assert torch.equal(before["response_ids"].values(), after["response_ids"].values())

@@ -298,7 +298,7 @@ def test_near_senders_come_first():
         ({"method": "magic"}, "hybridflow, hybridflow-v, ds-chat"),
         ({"sharding": "zero"}, "megatron, fsdp"),
         ({"dtype_bytes": 3}, "2, 4, 8"),
-        ({"sharding": "fsdp"}, "give 1-1-4"),
+        ({"sharding": "fsdp"}, "Use 1-1-4"),
     ],
 )
 def test_what_is_not_defined_is_refused(arguments, message):
@@ -314,7 +314,7 @@ def test_hybridflow_v_needs_a_training_replica():
     experts = Topology(ParallelSpec(dp_size=2, ep_size=2), GenerationSpec())
     for sharding, message in (
         ("megatron", "or for a dense model ep_size=1"),
-        ("fsdp", "give 1-1-2 with ep_size=1, or"),
+        ("fsdp", "Use 1-1-2 with ep_size=1, or"),
     ):
         with pytest.raises(ReshardError, match=message):
             plan_transition(SMALL, experts, "hybridflow-v", sharding=sharding)
@@ -323,33 +323,33 @@ def test_hybridflow_v_needs_a_training_replica():
 def test_wrong_kinds_are_named():
     topology = topology_of(1, 2, 1, 1, 1)
     for given, message in (
-        (("llama-2-7b", topology), "model='llama-2-7b': give a ModelShape, such as ModelShape.preset"),
-        ((UNIFORM, "1-2-1"), "topology='1-2-1': give a Topology"),
-        ((UNIFORM, topology, ["hybridflow"]), r"method=\['hybridflow'\]: give one of hybridflow"),
+        (("llama-2-7b", topology), "model='llama-2-7b'. Use a ModelShape, such as ModelShape.preset"),
+        ((UNIFORM, "1-2-1"), "topology='1-2-1'. Use a Topology"),
+        ((UNIFORM, topology, ["hybridflow"]), r"method=\['hybridflow'\]. Use one of hybridflow"),
     ):
         with pytest.raises(ReshardError, match=message):
             plan_transition(*given)
     for given, message in (
         ({"ranks_per_machine": 0}, "ranks_per_machine=0 must be a whole number of at least 1"),
         ({"ranks_per_machine": 8.0}, "ranks_per_machine=8.0 must be"),
-        ({"dtype_bytes": [2]}, r"dtype_bytes=\[2\]: give one of 2, 4, 8"),
-        ({"sharding": "fsdq"}, "sharding='fsdq': give one of megatron, fsdp"),
+        ({"dtype_bytes": [2]}, r"dtype_bytes=\[2\]. Use one of 2, 4, 8"),
+        ({"sharding": "fsdq"}, "sharding='fsdq'. Use one of megatron, fsdp"),
     ):
         with pytest.raises(ReshardError, match=message):
             plan_transition(UNIFORM, topology, **given)
-    with pytest.raises(ReshardError, match="sharding='fsdq': give one of"):
+    with pytest.raises(ReshardError, match=r"sharding='fsdq'. Use one of"):
         training_layout(UNIFORM, topology, "fsdq")
     for layout in (megatron_layout, generation_layout):
-        with pytest.raises(ReshardError, match="model=None: give a ModelShape"):
+        with pytest.raises(ReshardError, match=r"model=None. Use a ModelShape"):
             layout(None, topology)
-    with pytest.raises(ReshardError, match="source='a': give a WeightLayout"):
+    with pytest.raises(ReshardError, match=r"source='a'. Use a WeightLayout"):
         plan_reshard("a", training_layout(UNIFORM, topology, "megatron"))
 
 
 @pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"cp_size": 2, "dp_size": 1}])
 def test_methods_that_a_parallelism_has_no_place_in_say_so(sizes):
     topology = Topology(ParallelSpec(**{"dp_size": 2} | sizes), GenerationSpec())
-    with pytest.raises(ReshardError, match=r"FSDP shards over data-parallel ranks.* [ce]p_size=2.*: give 1-1-2"):
+    with pytest.raises(ReshardError, match=r"FSDP shards over data-parallel ranks.* [ce]p_size=2.*. Use 1-1-2"):
         plan_transition(UNIFORM, topology, sharding="fsdp")
 
 

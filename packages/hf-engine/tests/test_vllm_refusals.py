@@ -66,7 +66,7 @@ def build(model, topology, **options):
 
 def refuse(models, directory):
     one = Topology(ParallelSpec(), GenerationSpec())
-    with pytest.raises(BackendError, match="topology=None: give a Topology"):
+    with pytest.raises(BackendError, match=r"topology=None. Use a Topology"):
         build(models["tied"], None)
     with pytest.raises(BackendError, match="it has 1 ranks, the topology 2"):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
@@ -159,7 +159,7 @@ def use_wrongly(models):
     environment = dict(os.environ)
     for wrong, message in (
         ({"max_positions": -1}, "max_positions=-1 must be a whole number of at least 1"),
-        ({"cache_bytes": None, "cache_fraction": 2.0}, "cache_fraction=2.0: give a share of the memory"),
+        ({"cache_bytes": None, "cache_fraction": 2.0}, "cache_fraction=2.0. Use a share of the memory"),
     ):
         with pytest.raises(BackendError, match=message):
             build(models["tied"], topology, **wrong)
@@ -172,7 +172,7 @@ def use_wrongly(models):
     assert torch.get_num_threads() == before[0] == 1
     assert_environment(environment)
     torch.set_num_threads(1)  # vLLM would leave a warning in its place
-    with pytest.raises(BackendError, match="one vLLM engine at a time: close the other backend first"):
+    with pytest.raises(BackendError, match=r"one vLLM engine at a time. Close the other backend first"):
         build(models["tied"], topology)
     prompts = build_prompts(40, vocab_size=VOCAB_SIZE)
     assert count_threads(backend, prompts) == (1, 2)
@@ -184,7 +184,7 @@ def use_wrongly(models):
         assert stops == ids.tolist()[-1:] if reason == 0 else not stops
     assert set(result["finish_reason"].tolist()) == {0, 1}
     assert_environment(environment)
-    with pytest.raises(BackendError, match="call begin_weights first"):
+    with pytest.raises(BackendError, match="Call begin_weights first"):
         backend.load_shards({})
     weights = {name: [torch.full(shape, torch.nan)] for name, shape in backend.weight_layout().shapes.items()}
     backend.begin_weights()

@@ -32,7 +32,7 @@ def update_in_parts():
     for version in (1, 2):
         state.begin()
         for name in SHAPES:
-            with pytest.raises(ReshardError, match="did not arrive: load them before commit_weights"):
+            with pytest.raises(ReshardError, match=r"did not arrive. Load them before commit_weights"):
                 state.check_commit(version)
             with pytest.raises(BackendError, match="begun and not committed"):
                 state.check_ready()
@@ -61,7 +61,7 @@ def refuse_what_is_out_of_place():
         ("load_shards", lambda: state.check_shards(shards("a.weight"))),
         ("load_buffers", lambda: state.require_update("load_buffers")),
     ):
-        with pytest.raises(BackendError, match=f"^{method} without an update: call begin_weights first"):
+        with pytest.raises(BackendError, match=f"^{method} without an update. Call begin_weights first"):
             act()
     state.check_commit(4)
     state.commit(4)

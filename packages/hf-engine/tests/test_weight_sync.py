@@ -160,8 +160,8 @@ def mistakes_on_one_rank():
     layout = (fsdp_layout if rank < 2 else replicated_layout)({"w": (8, 4)}, range(2))
     side = "source" if rank < 2 else "target"
     for message, change in {
-        'rank 3: side=\'left\': give "source" or "target"': {"side": "left"},
-        "rank 3: layout=None: give a WeightLayout": {"layout": None},
+        'rank 3: side=\'left\'. Use "source" or "target"': {"side": "left"},
+        "rank 3: layout=None. Use a WeightLayout": {"layout": None},
         "rank 3: device='gpu' cannot be used": {"device": "gpu"},
         "rank 3: device='meta' holds no bytes": {"device": "meta"},
         "rank 3: bucket_bytes='1' must be a whole number": {"bucket_bytes": "1"},
@@ -178,7 +178,7 @@ def mistakes_on_one_rank():
         sync.send(given, version=1) if rank < 2 else sync.receive(given)
     for problem, tensor in {
         "is on the meta device": torch.zeros(8, 4, device="meta"),
-        r"is torch.sparse_coo: give a dense": torch.zeros(8, 4).to_sparse(),
+        r"is torch.sparse_coo. Use a dense": torch.zeros(8, 4).to_sparse(),
         "has no memory": emptied(8, 4),
         "is expanded": torch.zeros(8, 1).expand(8, 4),
         "is expanded, or overlaps itself": torch.zeros(16).as_strided((8, 4), (1, 1)),

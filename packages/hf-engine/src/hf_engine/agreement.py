@@ -100,7 +100,7 @@ def agree_on_moving(
     if not lowest and highest:
         raise ReshardError(
             f"the training weights of some ranks changed since the last transition, those of rank {dist.get_rank()} "
-            f"{'did' if moves else 'did not'}: call train_step and what loads weights on all ranks alike"
+            f"{'did' if moves else 'did not'}. Call train_step and what loads weights on all ranks alike"
         )
     return highest > 1
 

@@ -102,7 +102,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     if timeout_s is not None:
         _check.number("timeout_s", timeout_s)
     if not dist.is_initialized():
-        raise TopologyError("there is no process group: call torch.distributed.init_process_group first")
+        raise TopologyError("there is no process group. Call torch.distributed.init_process_group first")
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "

@@ -21,7 +21,7 @@ def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
     if sizes.world_size != sizes.dp_size or sizes.ep_size != 1:
         raise BackendError(
             f"backend {show(backend)} shards over data-parallel ranks only; got pp_size={sizes.pp_size}, "
-            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}: set all four to 1"
+            f"tp_size={sizes.tp_size}, cp_size={sizes.cp_size}, ep_size={sizes.ep_size}. Set all four to 1"
         )
 
 
@@ -81,4 +81,4 @@ def check_train_arguments(
     if head == "score" and not scores:
         raise BackendError("head='score': this backend has no sequence classifiers. Use the backend 'fsdp'")
     if head not in ("lm", "value", "score"):
-        raise BackendError(f"head={show(head)}: give lm, value or score")
+        raise BackendError(f"head={show(head)}. Use lm, value or score")

@@ -15,4 +15,4 @@ class Closed:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise BackendError("the backend was closed: build another")
+        raise BackendError("the backend was closed. Build another")

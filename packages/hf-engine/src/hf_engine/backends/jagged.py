@@ -158,15 +158,15 @@ def read_ids(batch: TensorDict, name: str, vocab_size: int | None = None) -> Rag
         if isinstance(column, torch.Tensor):
             what = f"nested in {column.layout}" if column.is_nested else f"of shape {tuple(column.shape)}"
         raise BatchError(
-            f"the column {show(name)} is {what}, not jagged: give rows without padding, "
+            f"the column {show(name)} is {what}, not jagged. Use rows without padding, "
             "torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
     if column.dtype not in (torch.int64, torch.int32):
-        raise BatchError(f"the column {show(name)} is of {column.dtype}: give token ids of torch.int64")
+        raise BatchError(f"the column {show(name)} is of {column.dtype}. Use token ids of torch.int64")
     ids = Ragged(column)
     if ids.values.dim() != 1:
         raise BatchError(
-            f"the column {show(name)} has {ids.values.dim() + 1} dimensions: give one token id after the other"
+            f"the column {show(name)} has {ids.values.dim() + 1} dimensions. Use one token id after the other"
         )
     if vocab_size is not None and ((ids.values < 0) | (ids.values >= vocab_size)).any():
         _refuse_strangers(ids, name, vocab_size)
@@ -185,21 +185,21 @@ def read_candidates(batch: TensorDict, lengths: torch.Tensor) -> Ragged:
     """
     require_columns(batch, ("candidate_ids",))
     column = batch["candidate_ids"]
-    wanted = "give k token ids for each response token, jagged [B, tokens, k]"
+    wanted = "Use k token ids for each response token, jagged [B, tokens, k]"
     if not isinstance(column, torch.Tensor) or not column.is_nested or column.layout != torch.jagged:
-        raise BatchError(f"the column 'candidate_ids' is a {type(column).__name__} that is not jagged: {wanted}")
+        raise BatchError(f"the column 'candidate_ids' is a {type(column).__name__} that is not jagged. {wanted}")
     ids = Ragged(column)
     if ids.values.dim() != 2 or ids.values.dtype not in (torch.int64, torch.int32):
         shape = f"{ids.values.dtype} of {ids.values.dim() + 1} dimensions"
-        raise BatchError(f"the column 'candidate_ids' is of {shape}: {wanted}")
+        raise BatchError(f"the column 'candidate_ids' is of {shape}. {wanted}")
     if differing := (ids.lengths != lengths).nonzero().flatten().tolist():
         row = differing[0]
         raise BatchError(
-            f"row {row} of 'candidate_ids' has {int(ids.lengths[row])} tokens, its response {int(lengths[row])}: "
+            f"row {row} of 'candidate_ids' has {int(ids.lengths[row])} tokens, its response {int(lengths[row])}. "
             f"{wanted}"
         )
     if (ids.packed < 0).any():
-        raise BatchError(f"the column 'candidate_ids' holds {int(ids.packed.min())}, which is not a token id: {wanted}")
+        raise BatchError(f"the column 'candidate_ids' holds {int(ids.packed.min())}, which is not a token id. {wanted}")
     return ids
 
 
@@ -211,6 +211,6 @@ def _refuse_strangers(ids: Ragged, name: str, vocab_size: int) -> None:
         if len(strangers):
             raise BatchError(
                 f"row {row} of {show(name)} holds the token id {int(strangers[0])}, the model's are 0 to "
-                f"{vocab_size - 1}: "
-                "use the model's own tokenizer"
+                f"{vocab_size - 1}. "
+                "Use the model's own tokenizer"
             )

@@ -59,7 +59,7 @@ class SamplingParams:
             raise ConfigError(f"min_new_tokens={self.min_new_tokens} is above max_new_tokens={self.max_new_tokens}")
         _check.number("greedy=True takes the most likely token; temperature", self.temperature)
         if self.temperature < 1e-6:  # logits divided by less may overflow
-            raise ConfigError(f"temperature={self.temperature} is below 1e-06: use greedy=True for the likeliest token")
+            raise ConfigError(f"temperature={self.temperature} is below 1e-06. Use greedy=True for the likeliest token")
         _check.number("top_p", self.top_p)
         if self.top_p > 1:
             raise ConfigError(f"top_p={self.top_p} must be at most 1")
@@ -72,6 +72,6 @@ class SamplingParams:
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise ConfigError(f"a text in stop_strings={show(text)} contains an unpaired surrogate. Remove it")
         if "" in self.stop_strings:
-            raise ConfigError("stop_strings: give no empty string, which would stop everything")
+            raise ConfigError("stop_strings has an empty string, which would stop everything. Remove it")
         if self.greedy and self.n > 1:
             raise ConfigError(f"n={self.n} with greedy=True: all samples would be equal")

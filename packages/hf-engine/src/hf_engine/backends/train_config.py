@@ -78,7 +78,7 @@ class TrainConfig:
         for beta in self.betas:
             _check.number(f"betas={self.betas}: beta", beta, may_be_zero=True)
         if [beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(f"betas={self.betas}: give two numbers below 1, (0.9, 0.95)")
+            raise ConfigError(f"betas={self.betas}. Use two numbers below 1, (0.9, 0.95)")
         for switch in ("activation_checkpointing", "compile"):
             _check.kind(switch, getattr(self, switch), bool, "True or False")
         if self.shared_prompts != "auto":
@@ -88,15 +88,15 @@ class TrainConfig:
         choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
-                raise ConfigError(f"{name}={show(getattr(self, name))}: give {' or '.join(known)}")
+                raise ConfigError(f"{name}={show(getattr(self, name))}. Use {' or '.join(known)}")
 
     def _check_schedule(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule={show(self.schedule)}: give constant or linear or cosine")
+            raise ConfigError(f"schedule={show(self.schedule)}. Use constant or linear or cosine")
         _check.count("total_steps", self.total_steps, least=0)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(
-                f"schedule={show(self.schedule)} with total_steps={self.total_steps}: give the steps of the whole run, "
+                f"schedule={show(self.schedule)} with total_steps={self.total_steps}. Use the steps of the whole run, "
                 f"above warmup_steps={self.warmup_steps}"
             )
         _check.number("floor", self.floor, may_be_zero=True)

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.agreement import HIGHEST, spread, together
-from hf_engine.backends.abilities import (
+from hf_engine.backends.base import RolloutBackend, SamplingParams, TrainBackend
+from hf_engine.backends.capabilities import (
     SupportsAdapters,
     SupportsBufferLoading,
     SupportsBuffers,
     SupportsShardLoading,
+    SupportsUnmergedAdapters,
     SupportsWeightBuffers,
-    TakesAdapters,
 )
-from hf_engine.backends.base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.hybrid_engine.in_place_transition import InPlaceTransition
 from hf_engine.hybrid_engine.sampler_check import SamplerCheck
 from hf_engine.hybrid_engine.streamed_transition import StreamedTransition
@@ -141,7 +141,7 @@ class HybridEngine:
         """
         self._check_open("generation()")
         if self._is_generating:
-            raise BackendError("generation() was entered already: leave its block first")
+            raise BackendError("generation() was entered already. Leave its block first")
         if self._proof is not None:
             self._proof.begin()
         self._enter()
@@ -191,7 +191,7 @@ class HybridEngine:
         """
         self._check_open("generate")
         if not self._is_generating:
-            raise BackendError("generate needs the current weights: call it inside `with engine.generation():`")
+            raise BackendError("generate needs the current weights. Call it inside `with engine.generation():`")
         responses = self._rollout.generate(batch, sampling)
         if self._proof is not None:
             self._proof.note(batch, responses, sampling)
@@ -208,13 +208,13 @@ class HybridEngine:
         dist.all_reduce(summed)
         if summed[1]:
             given = show(value) if not is_number else "a number here, and something else on other ranks"
-            raise BackendError(f"sum_over_ranks: value={given}: give a number on every rank")
+            raise BackendError(f"sum_over_ranks: value={given}. Use a number on every rank")
         return float(summed[0])
 
     def close(self) -> None:
         """Frees both backends and the groups that this engine made; not inside `generation()`."""
         if self._is_generating:
-            raise BackendError("close() inside generation(): leave its block first")
+            raise BackendError("close() inside generation(). Leave its block first")
         if self._is_closed:
             return
         self._is_closed = True
@@ -252,10 +252,10 @@ def _pair_adapters(
     Raises:
         BackendError: for merged weights that were to be moved, or a rollout backend with other adapters.
     """
-    wanted = rollout.held_adapters() if isinstance(rollout, TakesAdapters) else None
+    wanted = rollout.held_adapters() if isinstance(rollout, SupportsUnmergedAdapters) else None
     own = train.lora if isinstance(train, SupportsAdapters) else None
     if wanted is not None and (own is None or (own.rank, own.scaling) != (wanted.rank, wanted.scaling)):
-        raise BackendError(f"the rollout backend has {wanted}, the training backend {own}: build both with one lora")
+        raise BackendError(f"the rollout backend has {wanted}, the training backend {own}. Build both with one lora")
     if not isinstance(train, SupportsAdapters):
         return training_weights
     train.keep_adapters_apart(wanted is not None)
@@ -283,12 +283,12 @@ def _agree_on_plan(
         raise BackendError(
             "the ranks were given different training_weights or bucket_bytes; this one has "
             f"{show(training_weights)} and "
-            f"{bucket_bytes}: give all ranks the same"
+            f"{bucket_bytes}. Give all ranks the same"
         )
     lowest, highest = spread(plan.digest % HIGHEST, plan.digest % HIGHEST, None, local_device())
     if lowest != highest:
         raise BackendError(
-            "the ranks have different plans: build their backends with the same model, topology and dtype, and set "
+            "the ranks have different plans. Build their backends with the same model, topology and dtype, and set "
             "LOCAL_WORLD_SIZE alike on all"
         )
     return plan
@@ -298,16 +298,16 @@ def _plan_between(
     train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
 ) -> ReshardPlan:
     if not callable(getattr(train, "local_weights", None)):
-        raise BackendError(f"train={show(train)}: give a training backend")
+        raise BackendError(f"train={show(train)}. Use a training backend")
     if not callable(getattr(rollout, "weight_layout", None)):
-        raise BackendError(f"rollout={show(rollout)}: give a rollout backend")
+        raise BackendError(f"rollout={show(rollout)}. Use a rollout backend")
     _check.kind("topology", topology, Topology, "a Topology")
     if not isinstance(rollout, SupportsWeightBuffers | SupportsShardLoading):
         raise BackendError(
             f"{type(rollout).__name__} neither exposes its weights (weight_buffers) nor loads shards (load_shards)"
         )
     if training_weights not in (None, "move", "keep", "offload"):
-        raise BackendError(f'training_weights={show(training_weights)}: give "move", "keep", "offload" or None')
+        raise BackendError(f'training_weights={show(training_weights)}. Use "move", "keep", "offload" or None')
     source, target = train.weight_layout(), rollout.weight_layout()
     plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
     if plan.ranks != tuple(range(topology.world_size)):
@@ -336,7 +336,7 @@ def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
     shapes = [{name: tuple(buffer.shape) for name, buffer in buffers.items()} for buffers in has]
     if differing := sorted(name for name in {*shapes[0], *shapes[1]} if shapes[0].get(name) != shapes[1].get(name)):
         raise ReshardError(
-            f"the two backends hold other buffers, such as {show(differing[0])}: build both with the same model, and "
+            f"the two backends hold other buffers, such as {show(differing[0])}. Build both with the same model, and "
             "with backends that hold its buffers, such as fsdp and transformers"
         )
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import torch.distributed as dist
 
 from hf_engine.agreement import agree_on_moving
-from hf_engine.backends.abilities import AdoptsWeights, HoldsPadding, SupportsWeightBuffers
 from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.backends.capabilities import SupportsPadding, SupportsWeightAdoption, SupportsWeightBuffers
 from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import ReshardExecutor, as_parts
@@ -54,8 +54,8 @@ class InPlaceTransition(WeightTransition):
         self._mover: ShardMover | None = None
         if training_weights == "move" or (training_weights is None and plan.source.dtype == plan.target.dtype):
             weights, buffers = as_parts(train.local_weights()), as_parts(rollout.weight_buffers())
-            adopt = rollout.adopt_weights if isinstance(rollout, AdoptsWeights) else None
-            padding = train.padding() if isinstance(train, HoldsPadding) else ()
+            adopt = rollout.adopt_weights if isinstance(rollout, SupportsWeightAdoption) else None
+            padding = train.padding() if isinstance(train, SupportsPadding) else ()
             self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             rollout.release()
 

@@ -85,14 +85,14 @@ def check_logprobs(
 
 def _bounds(dtype: object, given: object) -> tuple[float, float]:
     if not isinstance(dtype, str) or dtype not in LOGPROB_BOUNDS:
-        raise ReshardError(f"dtype={show(dtype)}: give one of {', '.join(LOGPROB_BOUNDS)}")
+        raise ReshardError(f"dtype={show(dtype)}. Use one of {', '.join(LOGPROB_BOUNDS)}")
     if given is None:
         return LOGPROB_BOUNDS[dtype]
     # Every comparison with NaN passes.
     bounds = given if isinstance(given, tuple | list) else ()
     if [isinstance(bound, int | float) and bound >= 0 for bound in bounds] != [True, True]:
         raise ReshardError(
-            f"bounds={show(given)}: give two numbers of at least 0, the largest mean and single difference"
+            f"bounds={show(given)}. Use two numbers of at least 0, the largest mean and single difference"
         )
     mean, largest = bounds
     return mean, largest

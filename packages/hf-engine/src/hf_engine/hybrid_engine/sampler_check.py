@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["SamplerCheck"]
 
 _NUM_ROWS, _NUM_TOKENS = 4, 64
-"""Of each rank, and of each response the first ones: some tokens tell other weights from rounding."""
+"""Of each rank, and of each response the first ones: some tokens suffice to distinguish other weights from rounding."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.agreement import agree_on_moving
-from hf_engine.backends.abilities import SupportsAdapters, SupportsAdapterUpdates, SupportsShardLoading
 from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.backends.capabilities import SupportsAdapters, SupportsAdapterUpdates, SupportsShardLoading
 from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
 from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.process_groups import local_device

@@ -8,8 +8,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from hf_engine.backends.abilities import SupportsBufferLoading, SupportsBuffers
 from hf_engine.backends.base import RolloutBackend, TrainBackend
+from hf_engine.backends.capabilities import SupportsBufferLoading, SupportsBuffers
 from hf_engine.process_groups import wait_for_device
 from hf_engine.resharding.plan import ReshardPlan
 
@@ -50,8 +50,9 @@ class TransitionMemory:
     """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
     the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
     generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
-    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine that `AdoptsWeights`, and
-    is never there twice. Where it is moved the padding of a training backend that `HoldsPadding` counts, too."""
+    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine of
+    `SupportsWeightAdoption`, and is never there twice. Where it is moved the padding of a training backend of
+    `SupportsPadding` counts, too."""
     staging_bytes: int
     """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
     on their way into it, with what it needs to take them."""

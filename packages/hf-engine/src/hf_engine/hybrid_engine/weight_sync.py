@@ -128,7 +128,7 @@ class WeightSync:
             self._check("target", "receive", version)
         self._bring_buffers()
         transfer = self._executor.run({}, buffers, version=version)
-        if transfer.version is None or not self._plan.shipments:
+        if transfer.version is None or not self._plan.transfers:
             raise ReshardError("no weights were sent: no rank of the target side holds a box in its layout")
         self._version = transfer.version
         return self._version
@@ -168,7 +168,7 @@ def _agreed_sides(
     mistake = None
     try:
         if side not in ("source", "target"):
-            raise ReshardError(f'side={show(side)}: give "source" or "target"')
+            raise ReshardError(f'side={show(side)}. Use "source" or "target"')
         _check.kind("layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
         check_bucket_bytes(bucket_bytes, layout)
         check_device(device)
@@ -180,7 +180,7 @@ def _agreed_sides(
     if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
     if len(sizes := {size for _, size, _, _, _ in told}) > 1:
-        raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}: give all the same")
+        raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}. Give all the same")
     _check_buffers([each for *_, each in told])
     machines: dict[str, list[int]] = {}
     for rank, (_, _, _, machine, _) in enumerate(told):

@@ -131,7 +131,7 @@ def check_end_tokens(model: ModelDirectory) -> None:
     try:
         known = check_end_of_sequence_ids(ids, model.vocab_size)
     except ModelError:
-        raise model.refusal(f"{file} has eos_token_id={show(ids)}: give a token id or a list of them") from None
+        raise model.refusal(f"{file} has eos_token_id={show(ids)}. Use a token id or a list of them") from None
     tokens = [ids] if isinstance(ids, int) else list(ids)
     if outside := [token for token in tokens if token not in known]:
         raise model.refusal(
@@ -142,7 +142,7 @@ def check_end_tokens(model: ModelDirectory) -> None:
 
 def _refuse_quantised(model: ModelDirectory) -> None:
     stated = model.config.get("quantization_config") or model.config.get("compression_config")
-    advice = "Weights are trained and sent to engines as floats: give the model that it was made from"
+    advice = "Weights are trained and sent to engines as floats. Use the model that it was made from"
     if stated:
         method = stated.get("quant_method") if isinstance(stated, Mapping) else None
         named = f"quant_method={show(method)}" if method else f"quantization_config={show(stated)}"

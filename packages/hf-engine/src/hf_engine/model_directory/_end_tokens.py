@@ -25,7 +25,7 @@ def read_end_of_sequence_ids(model: ModelDirectory) -> frozenset[int]:
     try:
         return frozenset() if ids is None else check_end_of_sequence_ids(ids, model.vocab_size)
     except ModelError:
-        raise model.refusal(f"{file} has eos_token_id={show(ids)}: give a token id or a list of them") from None
+        raise model.refusal(f"{file} has eos_token_id={show(ids)}. Use a token id or a list of them") from None
 
 
 def end_tokens_of(generation: Mapping[str, Any], *configs: Mapping[str, Any]) -> tuple[str, Any]:
@@ -44,7 +44,5 @@ def check_end_of_sequence_ids(ids: object, vocab_size: int) -> frozenset[int]:
     """
     tokens = [ids] if isinstance(ids, int) and not isinstance(ids, bool) else ids
     if not are_whole(tokens):
-        raise ModelError(
-            f"the model's eos_token_id={show(ids)}: give a token id or a list of them in its configuration"
-        )
+        raise ModelError(f"the model's eos_token_id={show(ids)}. Use a token id or a list of them in its configuration")
     return frozenset(token for token in cast("Sequence[int]", tokens) if 0 <= token < vocab_size)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hf_engine.backends.abilities import TakesAdapters
+from hf_engine.backends.capabilities import SupportsUnmergedAdapters
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.resharding.boxes import Box
@@ -31,7 +31,7 @@ def find_merging_reason(
         options: what `build` is given in addition to model, topology and seed.
         on_cpu: True if ranks run on host processors.
     """
-    if not issubclass(backend, TakesAdapters):
+    if not issubclass(backend, SupportsUnmergedAdapters):
         return "this backend takes no adapters"
     return backend.find_adapter_refusal(model, lora, options, on_cpu=on_cpu)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from hf_engine.backends.abilities import TakesAdapters
 from hf_engine.backends.base import Head
+from hf_engine.backends.capabilities import SupportsUnmergedAdapters
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.backends.versions import PEFT
 from hf_engine.model_directory import AdapterDirectory, ModelDirectory, errors_of, read_model_directory
@@ -75,7 +75,7 @@ def find_targets(model: Any, lora: LoraConfig) -> list[str]:
 
 
 def plan_engine_adapters(
-    backend: type[TakesAdapters], model: str | Path, layout: WeightLayout, lora: LoraConfig | None
+    backend: type[SupportsUnmergedAdapters], model: str | Path, layout: WeightLayout, lora: LoraConfig | None
 ) -> tuple[WeightLayout, list[str]]:
     """The layout of an engine with its adapters apart, and the names of the layers that have one.
 

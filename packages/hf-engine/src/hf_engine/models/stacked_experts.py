@@ -114,7 +114,7 @@ def stack_of(own: torch.Tensor, views: Mapping[str, torch.Tensor], given: Mappin
     if given.keys() != views.keys() or len(shifts) > 1 or len({_storage_key(each) for each in given.values()}) > 1:
         raise ReshardError(
             f"{show(name)} shares its memory with the other experts of its layer, {len(views)} matrices, of which "
-            f"{len(given)} were given: give views of one tensor like weight_buffers()'s, for all of them at once"
+            f"{len(given)} were given. Use views of one tensor like weight_buffers()'s, for all of them at once"
         )
     if _storage_key(first) == _storage_key(own):
         return own

@@ -48,12 +48,12 @@ class Box:
     def whole(cls, shape: Sequence[int]) -> Box:
         """The box that covers a tensor of this shape."""
         if not isinstance(shape, Sequence):
-            raise ValueError(f"shape={show(shape)}: give a tuple of whole numbers, such as (4, 8)")
+            raise ValueError(f"shape={show(shape)}. Use a tuple of whole numbers, such as (4, 8)")
         return cls((0,) * len(shape), tuple(shape))
 
     def _refuse_kinds(self) -> NoReturn:
         raise ValueError(
-            f"Box({show(self.offset)}, {show(self.shape)}): give two tuples of whole numbers, (0, 0) and (4, 8)"
+            f"Box({show(self.offset)}, {show(self.shape)}). Use two tuples of whole numbers, (0, 0) and (4, 8)"
         )
 
     @property

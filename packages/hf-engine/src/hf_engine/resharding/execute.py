@@ -17,7 +17,7 @@ from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
-from hf_engine.resharding.steps import SEAL_BYTES, Seals, Step, build_step, locate
+from hf_engine.resharding.steps import CHECKSUM_BYTES, Checksums, Step, build_step, locate
 from hf_engine.resharding.tensor_checks import check_readable, check_weights, check_writable
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks
@@ -57,7 +57,7 @@ class Transfer:
 
     recv_bytes: int
     """Bytes of weights received from other ranks: the plan's figure."""
-    seal_bytes: int
+    checksum_bytes: int
     """Bytes of digests and versions that came with them."""
     version: int | None
     """Version of the weights, on ranks that received nothing too; None where no rank named one."""
@@ -74,7 +74,8 @@ class ReshardExecutor:
         group: the process group that connects the plan's ranks; None is the default group. Plan ranks are
             torch.distributed's global ranks of the group unless `ranks` says otherwise.
         ranks: plan rank of every group rank, in group order.
-        bucket_bytes: bound on the bytes of the communication buffers, beyond one element for every peer and the seals.
+        bucket_bytes: bound on the bytes of the communication buffers, beyond one element for every peer and its
+            checksum.
         device: where the communication buffers live; the tensors themselves may live elsewhere.
         buffers: taken from executors that never run at the same time, and enlarged where they are too small.
 
@@ -161,13 +162,13 @@ class ReshardExecutor:
             check_weights(self._plan.target, self._rank, target, "target")
             check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
             check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
-        seals = Seals()
-        self._exchange(as_parts(source), as_parts(target), seals, _UNKNOWN if version is None else version, mover)
+        checksums = Checksums()
+        self._exchange(as_parts(source), as_parts(target), checksums, _UNKNOWN if version is None else version, mover)
         if self._steps:
-            version = self._check_seals(seals.versions(), seals.damaged(), version)
+            version = self._check_checksums(checksums.versions(), checksums.damaged(), version)
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
-            seal_bytes=seals.count * SEAL_BYTES,
+            checksum_bytes=checksums.count * CHECKSUM_BYTES,
             version=version,
         )
 
@@ -191,11 +192,13 @@ class ReshardExecutor:
         if not agreement.is_alike:
             raise ReshardError(
                 f"the ranks were given different plans or bucket_bytes; rank {self._rank} has bucket_bytes="
-                f"{self._bucket_bytes} and {len(self._steps)} rounds: give all the same"
+                f"{self._bucket_bytes} and {len(self._steps)} rounds. Give all the same"
             )
         self._is_agreed = True
 
-    def _exchange(self, held: _Parts, wanted: _Parts, seals: Seals, version: int, mover: ShardMover | None) -> None:
+    def _exchange(
+        self, held: _Parts, wanted: _Parts, checksums: Checksums, version: int, mover: ShardMover | None
+    ) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
         pending: tuple[Step, torch.Tensor, list[dist.Work]] | None = None
         if mover is None:
@@ -215,16 +218,18 @@ class ReshardExecutor:
                 mover.empty(self._last[index])
             works = step.start(outgoing, incoming, self._group)
             if pending is not None:
-                self._finish(pending, wanted, seals)
+                self._finish(pending, wanted, checksums)
             pending = (step, incoming, works)
         if pending is not None:
-            self._finish(pending, wanted, seals)
+            self._finish(pending, wanted, checksums)
 
-    def _finish(self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: _Parts, seals: Seals) -> None:
+    def _finish(
+        self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: _Parts, checksums: Checksums
+    ) -> None:
         step, incoming, works = pending
         for work in works:
             work.wait()
-        step.unpack(incoming, wanted, self._dtype, seals)
+        step.unpack(incoming, wanted, self._dtype, checksums)
 
     def _spans_of_names(self) -> tuple[list[list[str]], list[list[str]]]:
         """By step: parameters that are needed from it on, and those whose source is not needed after it.
@@ -244,7 +249,7 @@ class ReshardExecutor:
             [[name for name in names if last.get(name, steps[-1]) == index] for index in steps],
         )
 
-    def _check_seals(self, sent: Mapping[int, int], damages: Iterable[int], version: int | None) -> int | None:
+    def _check_checksums(self, sent: Mapping[int, int], damages: Iterable[int], version: int | None) -> int | None:
         """Refuses on every rank of the group what any of them must refuse, so that none goes on alone.
 
         Returns:

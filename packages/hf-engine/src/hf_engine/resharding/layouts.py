@@ -71,7 +71,7 @@ class WeightLayout:
             _check.count("a rank", rank, least=0)
         for rank, held in {id(held): (rank, held) for rank, held in self.boxes.items()}.values():
             if not isinstance(held, Mapping):
-                raise ReshardError(f"rank {rank} holds {show(held)}: give a mapping from names to tuples of Box")
+                raise ReshardError(f"rank {rank} holds {show(held)}. Use a mapping from names to tuples of Box")
             for name, boxes in held.items():
                 key = (self.shapes.get(name), id(boxes))
                 if key not in checked:
@@ -122,7 +122,7 @@ class WeightLayout:
 
     def _check_names(self, names: object) -> None:
         if isinstance(names, str) or not isinstance(names, Collection):
-            raise ReshardError(f"names={show(names)}: give a list of parameters' names")
+            raise ReshardError(f"names={show(names)}. Use a list of parameters' names")
         for name in names:
             if not isinstance(name, str) or name not in self.shapes:
                 known = f"the layout's {len(self.shapes)} parameters, such as {show(next(iter(self.shapes), None))}"
@@ -183,9 +183,9 @@ def _members(ranks: Iterable[int]) -> tuple[int, ...]:
     for rank in members:
         _check.count("a rank", rank, least=0)
     if not members:
-        raise ReshardError("ranks=[]: give at least one rank")
+        raise ReshardError("ranks=[]. Use at least one rank")
     if len(set(members)) < len(members):
-        raise ReshardError(f"ranks={list(members)}: name every rank once")
+        raise ReshardError(f"ranks={list(members)}. Name every rank once")
     return members
 
 
@@ -194,7 +194,7 @@ def _full_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ..
     for name, shape in shapes.items():
         _check.kind("the name of a parameter", name, str, "a string")
         if not _is_shape(shape):
-            raise ReshardError(f"the shape of {show(name)}={show(shape)}: give a tuple of whole numbers, such as (4,)")
+            raise ReshardError(f"the shape of {show(name)}={show(shape)}. Use a tuple of whole numbers, such as (4,)")
     return {name: tuple(map(int, shape)) for name, shape in shapes.items()}
 
 

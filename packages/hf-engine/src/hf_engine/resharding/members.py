@@ -21,7 +21,7 @@ def check_device(device: torch.device | str) -> None:
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ReshardError(f"device={show(device)} cannot be used: {error}") from error
     if is_meta:
-        raise ReshardError(f"device={show(device)} holds no bytes: give the CPU or a GPU")
+        raise ReshardError(f"device={show(device)} holds no bytes. Use the CPU or a GPU")
 
 
 def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -> tuple[tuple[int, ...], int]:
@@ -36,10 +36,10 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
             every group rank.
     """
     if not dist.is_initialized():
-        raise ReshardError("there is no process group: call torch.distributed.init_process_group first")
+        raise ReshardError("there is no process group. Call torch.distributed.init_process_group first")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ReshardError(
-            f"group={show(group)}: give a process group that this rank is in, or None for the default one"
+            f"group={show(group)}. Use a process group that this rank is in, or None for the default one"
         )
     global_ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     own = rank_in(group)
@@ -47,7 +47,7 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
         return global_ranks, global_ranks[own]
     if not are_whole(ranks) or len({*ranks}) != len(ranks) or len(ranks) != len(global_ranks):
         raise ReshardError(
-            f"ranks={show(ranks)}: give one plan rank for each of the {len(global_ranks)} ranks of the group, "
+            f"ranks={show(ranks)}. Use one plan rank for each of the {len(global_ranks)} ranks of the group, "
             "each another"
         )
     return tuple(ranks), ranks[own]

@@ -52,7 +52,7 @@ def check_model_and_topology(model: object, topology: object) -> None:
 def model_shapes(model: ModelShape, head: Literal["lm", "value"] = "lm") -> dict[str, tuple[int, ...]]:
     """Full shape of every parameter; a value head is one row in the place of the output embedding."""
     if head not in ("lm", "value"):
-        raise ReshardError(f"head={show(head)}: give lm or value")
+        raise ReshardError(f"head={show(head)}. Use lm or value")
     shapes = model.parameters()
     if head == "value":
         shapes[_HEAD] = (1, model.hidden_size)
@@ -196,7 +196,7 @@ def _vocab_rows(model: ModelShape, size: int, given: int | None) -> int:
     _check.count("vocab_rows", given)
     if given < model.vocab_size:
         raise ReshardError(
-            f"vocab_rows={given} is below {model.name}'s vocab_size={model.vocab_size}: leave it out, or give its rows "
+            f"vocab_rows={given} is below {model.name}'s vocab_size={model.vocab_size}. Leave it out, or give its rows "
             "and padding"
         )
     return given

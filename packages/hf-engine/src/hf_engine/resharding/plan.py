@@ -17,7 +17,7 @@ from hf_engine.resharding.layouts import BoxNumbers, WeightLayout
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks, show
 
-__all__ = ["Keepsake", "Message", "ReshardPlan", "Shipment", "plan_reshard"]
+__all__ = ["KeptPiece", "Message", "PieceTransfer", "ReshardPlan", "plan_reshard"]
 
 _check = Checks(ReshardError)
 
@@ -38,7 +38,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shipment:
+class PieceTransfer:
     """The messages of parameters that are cut alike: one piece of each, at the same place."""
 
     source: int
@@ -53,7 +53,7 @@ class Shipment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Keepsake:
+class KeptPiece:
     """Pieces that ranks hold already, of parameters that are sharded alike: one of each, at the same place."""
 
     ranks: tuple[int, ...]
@@ -71,34 +71,34 @@ class ReshardPlan:
 
     source: WeightLayout
     target: WeightLayout
-    shipments: tuple[Shipment, ...]
-    """Every element that a rank lacks is in exactly one shipment to it."""
-    keepsakes: tuple[Keepsake, ...]
+    transfers: tuple[PieceTransfer, ...]
+    """Every element that a rank lacks is in exactly one transfer to it."""
+    kept_pieces: tuple[KeptPiece, ...]
     """Every element that a rank needs and holds is in exactly one of them."""
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
         """One by one, in the order of names."""
         by_name: dict[str, list[Message]] = {name: [] for name in self.target.shapes}
-        for shipment in self.shipments:
-            for name in shipment.names:
+        for transfer in self.transfers:
+            for name in transfer.names:
                 by_name[name].append(
-                    Message(source=shipment.source, destinations=shipment.destinations, name=name, box=shipment.box)
+                    Message(source=transfer.source, destinations=transfer.destinations, name=name, box=transfer.box)
                 )
         return tuple(message for messages in by_name.values() for message in messages)
 
     @cached_property
     def kept(self) -> Mapping[int, tuple[tuple[str, Box], ...]]:
         """By rank: the pieces of its target that it already holds, in the order of names."""
-        by_name: dict[str, list[Keepsake]] = {name: [] for name in self.target.shapes}
-        for keepsake in self.keepsakes:
-            for name in keepsake.names:
-                by_name[name].append(keepsake)
+        by_name: dict[str, list[KeptPiece]] = {name: [] for name in self.target.shapes}
+        for piece in self.kept_pieces:
+            for name in piece.names:
+                by_name[name].append(piece)
         kept: dict[int, list[tuple[str, Box]]] = defaultdict(list)
-        for name, keepsakes in by_name.items():
-            for keepsake in keepsakes:
-                for rank in keepsake.ranks:
-                    kept[rank].append((name, keepsake.box))
+        for name, kept_pieces in by_name.items():
+            for piece in kept_pieces:
+                for rank in piece.ranks:
+                    kept[rank].append((name, piece.box))
         return {rank: tuple(pieces) for rank, pieces in kept.items()}
 
     def select(self, names: Collection[str]) -> ReshardPlan:
@@ -108,26 +108,26 @@ class ReshardPlan:
         return ReshardPlan(
             source=source,
             target=target,
-            shipments=tuple(
-                replace(shipment, names=chosen)
-                for shipment in self.shipments
-                if (chosen := tuple(name for name in shipment.names if name in wanted))
+            transfers=tuple(
+                replace(transfer, names=chosen)
+                for transfer in self.transfers
+                if (chosen := tuple(name for name in transfer.names if name in wanted))
             ),
-            keepsakes=tuple(
-                replace(keepsake, names=chosen)
-                for keepsake in self.keepsakes
-                if (chosen := tuple(name for name in keepsake.names if name in wanted))
+            kept_pieces=tuple(
+                replace(piece, names=chosen)
+                for piece in self.kept_pieces
+                if (chosen := tuple(name for name in piece.names if name in wanted))
             ),
         )
 
     @cached_property
     def recv_bytes(self) -> Mapping[int, int]:
         """By rank: bytes received from other ranks."""
-        # Shipments share their tuples of receivers, which are long where many ranks want the same.
+        # Transfers share their tuples of receivers, which are long where many ranks want the same.
         alike: dict[int, tuple[tuple[int, ...], int]] = {}
-        for shipment in self.shipments:
-            key = id(shipment.destinations)
-            alike[key] = (shipment.destinations, alike.get(key, ((), 0))[1] + shipment.numel)
+        for transfer in self.transfers:
+            key = id(transfer.destinations)
+            alike[key] = (transfer.destinations, alike.get(key, ((), 0))[1] + transfer.numel)
         received: dict[int, int] = dict.fromkeys(self.ranks, 0)
         for destinations, numel in alike.values():
             for rank in destinations:
@@ -138,17 +138,17 @@ class ReshardPlan:
     def send_bytes(self) -> Mapping[int, int]:
         """By rank: bytes sent, counted once for every receiver."""
         sent: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        for shipment in self.shipments:
-            sent[shipment.source] += shipment.numel * self.target.element_bytes * len(shipment.destinations)
+        for transfer in self.transfers:
+            sent[transfer.source] += transfer.numel * self.target.element_bytes * len(transfer.destinations)
         return sent
 
     @cached_property
     def kept_bytes(self) -> Mapping[int, int]:
         """By rank: bytes of the target that the rank's own source holds already."""
         kept: dict[int, int] = dict.fromkeys(self.ranks, 0)
-        for keepsake in self.keepsakes:
-            num_bytes = keepsake.box.numel * len(keepsake.names) * self.target.element_bytes
-            for rank in keepsake.ranks:
+        for piece in self.kept_pieces:
+            num_bytes = piece.box.numel * len(piece.names) * self.target.element_bytes
+            for rank in piece.ranks:
                 kept[rank] += num_bytes
         return kept
 
@@ -156,9 +156,9 @@ class ReshardPlan:
     def digest(self) -> int:
         """32 bits of dtypes, pieces and who sends them to whom: equal on ranks that were given the same plan."""
         digest = zlib.crc32(repr((self.source.dtype, self.target.dtype)).encode())
-        for shipment in self.shipments:
-            digest = zlib.crc32(repr((shipment.source, shipment.destinations)).encode(), digest)
-        pieces: Sequence[Shipment | Keepsake] = (*self.shipments, *self.keepsakes)
+        for transfer in self.transfers:
+            digest = zlib.crc32(repr((transfer.source, transfer.destinations)).encode(), digest)
+        pieces: Sequence[PieceTransfer | KeptPiece] = (*self.transfers, *self.kept_pieces)
         for piece in pieces:
             digest = zlib.crc32(repr((piece.names, piece.box.offset, piece.box.shape)).encode(), digest)
         return digest
@@ -196,14 +196,14 @@ def plan_reshard(
     for name in target.shapes:
         # Layers of one pipeline stage differ in name only.
         alike[holders_of.pattern_key(name), needing_of.pattern_key(name)].append(name)
-    shipments: list[Shipment] = []
-    keepsakes: list[Keepsake] = []
+    transfers: list[PieceTransfer] = []
+    kept_pieces: list[KeptPiece] = []
     for names in alike.values():
         for cell in _cells(names[0], holders_of[names[0]], needing_of[names[0]]):
             if cell.keeping:
-                keepsakes.append(Keepsake(ranks=cell.keeping, names=tuple(names), box=cell.box))
-            shipments += senders.ship(cell, tuple(names))
-    return ReshardPlan(source=source, target=target, shipments=tuple(shipments), keepsakes=tuple(keepsakes))
+                kept_pieces.append(KeptPiece(ranks=cell.keeping, names=tuple(names), box=cell.box))
+            transfers += senders.send(cell, tuple(names))
+    return ReshardPlan(source=source, target=target, transfers=tuple(transfers), kept_pieces=tuple(kept_pieces))
 
 
 _Pattern = tuple[tuple[Box, tuple[int, ...]], ...]
@@ -255,7 +255,7 @@ class _Senders:
         self._group_of = _numbered(near)
         self._sent: dict[int, int] = defaultdict(int)
 
-    def ship(self, cell: _Cell, names: tuple[str, ...]) -> Iterator[Shipment]:
+    def send(self, cell: _Cell, names: tuple[str, ...]) -> Iterator[PieceTransfer]:
         """The cell of every name from its senders to the ranks that lack it."""
         candidates = (
             [cell.owners] if len(cell.owners) == 1 else [self._nearest_to(rank, cell.owners) for rank in cell.lacking]
@@ -269,10 +269,10 @@ class _Senders:
 
     def _send(
         self, cell: _Cell, names: tuple[str, ...], assigned: Sequence[tuple[int, tuple[int, ...]]]
-    ) -> Iterator[Shipment]:
+    ) -> Iterator[PieceTransfer]:
         for sender, destinations in assigned:
             self._sent[sender] += cell.box.numel * len(names) * len(destinations)
-            yield Shipment(source=sender, destinations=destinations, names=names, box=cell.box)
+            yield PieceTransfer(source=sender, destinations=destinations, names=names, box=cell.box)
 
     def _choose(self, cell: _Cell, candidates: Sequence[tuple[int, ...]]) -> list[tuple[int, tuple[int, ...]]]:
         if len(cell.owners) == 1:
@@ -303,7 +303,7 @@ def _numbered(near: Sequence[Collection[Sequence[int]]]) -> list[dict[int, int]]
     except TypeError:
         is_of_ranks = False
     if not is_of_ranks:
-        raise ReshardError(f"near={show(near)}: give groupings of ranks, such as [[[0, 1], [2, 3]]]")
+        raise ReshardError(f"near={show(near)}. Use groupings of ranks, such as [[[0, 1], [2, 3]]]")
     return found
 
 

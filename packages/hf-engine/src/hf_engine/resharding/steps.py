@@ -1,7 +1,7 @@
 """The rounds of a plan as one rank runs them: which regions are packed where, and the collective in between.
 
-Every message ends in a seal of 16 bytes: the digest of its bytes, of what they are a copy of and of the version of the
-weights; and that version.
+Every message ends in a checksum of 16 bytes: the digest of its bytes, of what they are a copy of and of the version of
+the weights; and that version.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hf_engine.resharding.digest import digest_words
 from hf_engine.resharding.plan import Message
 from hf_engine.resharding.rounds import GatherRound, PeerRound
 
-__all__ = ["SEAL_BYTES", "Region", "Seals", "Step", "build_step", "gathers_by_messages", "locate"]
+__all__ = ["CHECKSUM_BYTES", "Checksums", "Region", "Step", "build_step", "gathers_by_messages", "locate"]
 
-SEAL_BYTES = 16
-"""Bytes of a message's seal: digest and version, 64 bits each."""
+CHECKSUM_BYTES = 16
+"""Bytes of a message's checksum: digest and version, 64 bits each."""
 
 _Boxes = Mapping[str, tuple[Box, ...]]
 _Tensors = Mapping[str, Sequence[torch.Tensor]]
@@ -56,19 +56,19 @@ def gathers_by_messages(incoming: torch.Tensor) -> bool:
 
 
 class _Span(NamedTuple):
-    """One message in a flat buffer: `stop - start` bytes, then the seal at `seal`."""
+    """One message in a flat buffer: `stop - start` bytes, then the checksum at `checksum`."""
 
     peers: tuple[int, ...]
     """Positions in the group: of all receivers of what goes out, of the one sender of what comes in."""
     start: int
     stop: int
-    seal: int
+    checksum: int
     identity: int
     """Says which boxes of which parameters these bytes are; equal on both sides, never 0."""
 
     @property
     def end(self) -> int:
-        return self.seal + SEAL_BYTES
+        return self.checksum + CHECKSUM_BYTES
 
     def digest(self, buffer: torch.Tensor, version: torch.Tensor | int) -> torch.Tensor:
         """Digest of the message in `buffer`: the same bytes at another place, or of another version, have another."""
@@ -83,24 +83,24 @@ class _Piece(NamedTuple):
     region: Region
 
 
-class Seals:
+class Checksums:
     """Compares what arrived with what was sent, all at once at the end, so that no device waits in between."""
 
     def __init__(self) -> None:
-        self._sealed: list[torch.Tensor] = []
+        self._received: list[torch.Tensor] = []
         self._found: list[torch.Tensor] = []
         self._peers: list[int] = []
 
     def add(self, incoming: torch.Tensor, span: _Span) -> None:
-        """Notes the seal of a message and the digest of the bytes that came with it, and breaks the seal.
+        """Notes the checksum of a message and the digest of the bytes that came with it, and breaks the checksum.
 
         Buffers are used again: should the next message not arrive, this one must not pass for it.
         """
-        seal = incoming[span.seal : span.end].view(torch.int64)
-        self._sealed.append(seal.clone())
-        self._found.append(span.digest(incoming, self._sealed[-1][1]))
+        checksum = incoming[span.checksum : span.end].view(torch.int64)
+        self._received.append(checksum.clone())
+        self._found.append(span.digest(incoming, self._received[-1][1]))
         self._peers.append(span.peers[0])
-        seal.zero_()
+        checksum.zero_()
 
     @property
     def count(self) -> int:
@@ -108,17 +108,17 @@ class Seals:
         return len(self._peers)
 
     def damaged(self) -> list[int]:
-        """Peers (positions in the group) whose bytes differ from what they sealed."""
+        """Peers (positions in the group) whose bytes differ from those that they sent."""
         if not self._peers:
             return []
-        differ = torch.stack(self._sealed)[:, 0] != torch.stack(self._found)
+        differ = torch.stack(self._received)[:, 0] != torch.stack(self._found)
         return sorted({peer for peer, wrong in zip(self._peers, differ.tolist(), strict=True) if wrong})
 
     def versions(self) -> dict[int, int]:
         """Version of the weights by peer."""
         if not self._peers:
             return {}
-        return dict(zip(self._peers, torch.stack(self._sealed)[:, 1].tolist(), strict=True))
+        return dict(zip(self._peers, torch.stack(self._received)[:, 1].tolist(), strict=True))
 
 
 class Step:
@@ -162,14 +162,14 @@ class Step:
         return {piece.region.name for piece in self._unpacked}
 
     def pack(self, held: _Tensors, outgoing: torch.Tensor, dtype: torch.dtype, version: int) -> None:
-        """Copies this rank's pieces into the buffer, cast to `dtype`, and seals every message."""
+        """Copies this rank's pieces into the buffer, cast to `dtype`, and checksums every message."""
         for start, stop, region in self._packed:
             view = region.of(held)
             outgoing[start:stop].view(dtype).view(view.shape).copy_(view)
         for span in self._outgoing:
-            seal = outgoing[span.seal : span.end].view(torch.int64)
-            seal[0] = span.digest(outgoing, version)
-            seal[1] = version
+            checksum = outgoing[span.checksum : span.end].view(torch.int64)
+            checksum[0] = span.digest(outgoing, version)
+            checksum[1] = version
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
         """Starts the communication; buffers must stay alone until `finish`."""
@@ -187,10 +187,10 @@ class Step:
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
-    def unpack(self, incoming: torch.Tensor, wanted: _Tensors, dtype: torch.dtype, seals: Seals) -> None:
+    def unpack(self, incoming: torch.Tensor, wanted: _Tensors, dtype: torch.dtype, checksums: Checksums) -> None:
         """Copies what arrived into this rank's target tensors."""
         for span in self._incoming:
-            seals.add(incoming, span)
+            checksums.add(incoming, span)
         for start, stop, region in self._unpacked:
             view = region.of(wanted)
             view.copy_(incoming[start:stop].view(dtype).view(view.shape))
@@ -199,7 +199,7 @@ class Step:
 def build_step(
     round_: GatherRound | PeerRound, members: Sequence[int], rank: int, held: _Boxes, wanted: _Boxes, item_bytes: int
 ) -> Step:
-    """Lays one round out in this rank's buffers: what several ranks receive alike is packed, and sealed, once."""
+    """Lays one round out in this rank's buffers: what several ranks receive alike is packed once, with one checksum."""
     if isinstance(round_, GatherRound):
         return _gather_step(round_, members, rank, held, wanted, item_bytes)
     # Between two ranks spans go in the order of the plan's messages, which both know.
@@ -251,7 +251,7 @@ def _gather_step(
 def _lay_out(
     by_peers: Iterable[tuple[tuple[int, ...], Sequence[Message]]], boxes: _Boxes, item_bytes: int
 ) -> tuple[list[_Piece], list[_Span]]:
-    """Places the pieces for, or from, the same peers behind each other in one flat buffer, followed by a seal."""
+    """Places the pieces for, or from, the same peers behind each other in one flat buffer, followed by a checksum."""
     pieces: list[_Piece] = []
     spans: list[_Span] = []
     position = 0
@@ -267,7 +267,7 @@ def _lay_out(
 
 
 def _span(peers: tuple[int, ...], start: int, num_bytes: int, content: Iterable[tuple[str, Box]]) -> _Span:
-    """Payloads start, and seals lie, at multiples of eight bytes."""
+    """Payloads start, and checksums lie, at multiples of eight bytes."""
     return _Span(peers, start, start + num_bytes, start + -(-num_bytes // 8) * 8, _identify(content))
 
 

@@ -29,7 +29,7 @@ def check_weights(
     """
     where = f"the {what} tensors of rank {rank}"
     if not isinstance(weights, Mapping):
-        raise ReshardError(f"{where} are {show(weights)}: give a mapping from names to tensors")
+        raise ReshardError(f"{where} are {show(weights)}. Use a mapping from names to tensors")
     expected = layout.boxes_of(rank)
     problems = []
     if missing := sorted(name for name in expected if name not in weights):
@@ -62,7 +62,7 @@ def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> s
     given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     parts = [part for part in given if isinstance(part, torch.Tensor)]
     if len(parts) < len(given):
-        return f"{show(name)} is {show(tensors)}: give one tensor per box"
+        return f"{show(name)} is {show(tensors)}. Use one tensor per box"
     shapes = [tuple(part.shape) for part in parts]
     if shapes != [box.shape for box in boxes]:
         return f"{show(name)} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
@@ -87,10 +87,10 @@ def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -
     """
     for name, parts in tensors.items():
         if not isinstance(parts, Sequence):
-            raise ReshardError(f"{where}: {show(name)} is {show(parts)}: give a list of tensors")
+            raise ReshardError(f"{where}: {show(name)} is {show(parts)}. Use a list of tensors")
         for part in parts:
             if not isinstance(part, torch.Tensor):
-                raise ReshardError(f"{where}: {show(name)} is {show(part)}: give tensors")
+                raise ReshardError(f"{where}: {show(name)} is {show(part)}. Use tensors")
             if not part.untyped_storage().resizable():
                 raise ReshardError(
                     f"{where}: the memory of {show(name)} cannot be freed, as it is not torch's own (numpy's, a "
@@ -123,9 +123,9 @@ def _refuse(problems: Iterable[tuple[str, str]], where: str) -> None:
 
 def _lack(tensor: torch.Tensor, *, is_filled: bool = True) -> str:
     if tensor.layout is not torch.strided:
-        return f"is {tensor.layout}: give a dense tensor"
+        return f"is {tensor.layout}. Use a dense tensor"
     if tensor.is_meta:
-        return "is on the meta device: give it memory, as `to_empty` does"
+        return "is on the meta device. Give it memory, as `to_empty` does"
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if is_filled and tensor.numel() and tensor.untyped_storage().nbytes() < needed:
@@ -139,7 +139,7 @@ def _repeat(tensor: torch.Tensor) -> str:
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
-            return "is expanded, or overlaps itself, so that several of its elements are one: give a contiguous tensor"
+            return "is expanded, or overlaps itself, so that several of its elements are one. Use a contiguous tensor"
         reach += (size - 1) * stride
     return ""
 
@@ -177,7 +177,7 @@ def _span(name: str, part: torch.Tensor) -> _MemorySpan:
 def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
     """The same among tensors whose spans overlap: columns of one matrix share no element."""
     found = [
-        (second.name, f"shares memory with {show(first.name)}: give each its own")
+        (second.name, f"shares memory with {show(first.name)}. Give each its own")
         for first, second in pairwise(spans)
         if first.start == second.start
         or (first.part.is_contiguous() and second.part.is_contiguous() and second.start < first.stop)
@@ -194,7 +194,7 @@ def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
         own = taken.as_strided((*span.part.shape, units), (*strides, 1), (span.start - base) // unit)
         if own.any():
             others = ", ".join(sorted({repr(other.name) for other in spans[:index]}))
-            yield span.name, f"shares memory with {others}: give each its own"
+            yield span.name, f"shares memory with {others}. Give each its own"
         own.fill_(True)
 
 

@@ -95,8 +95,8 @@ def split_layers(
     if layers_per_stage is None:
         if num_stages > num_layers:
             raise ReshardError(
-                f"{num_layers} layers cannot fill {knob}={num_stages} pipeline stages in {_side(knob)}: "
-                f"choose a {knob} of at most {num_layers}"
+                f"{num_layers} layers cannot fill {knob}={num_stages} pipeline stages in {_side(knob)}. "
+                f"Choose a {knob} of at most {num_layers}"
             )
         size, longer = divmod(num_layers, num_stages)
         layers_per_stage = [size + (stage < longer) for stage in range(num_stages)]
@@ -104,7 +104,7 @@ def split_layers(
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ReshardError(
             f"{num_layers} layers cannot be layers_per_stage={list(layers_per_stage)} with {knob}={num_stages} in "
-            f"{_side(knob)}: give every stage at least one layer, adding up to the model's"
+            f"{_side(knob)}. Give every stage at least one layer, adding up to the model's"
         )
     starts = [sum(layers_per_stage[:stage]) for stage in range(num_stages)]
     return [range(start, start + count) for start, count in zip(starts, layers_per_stage, strict=True)]
@@ -114,7 +114,7 @@ def _check_counts(layers_per_stage: object) -> None:
     counts = layers_per_stage if isinstance(layers_per_stage, Sequence) else [None]
     if not all(type(count) is int for count in counts):
         raise ReshardError(
-            f"layers_per_stage={show(layers_per_stage)}: give a list of whole numbers, one for each stage"
+            f"layers_per_stage={show(layers_per_stage)}. Use a list of whole numbers, one for each stage"
         )
 
 

@@ -121,10 +121,10 @@ class TransitionPlan:
         group_of = _components(self.plan)
         gathered: dict[tuple[int, ...], int] = defaultdict(int)
         others: dict[tuple[int, ...], int] = defaultdict(int)
-        for shipment in self.plan.shipments:
-            ranks = group_of[shipment.source]
-            sums = gathered if len(shipment.destinations) == len(ranks) - 1 else others
-            sums[ranks] += shipment.numel * len(shipment.destinations) * self.plan.target.element_bytes
+        for transfer in self.plan.transfers:
+            ranks = group_of[transfer.source]
+            sums = gathered if len(transfer.destinations) == len(ranks) - 1 else others
+            sums[ranks] += transfer.numel * len(transfer.destinations) * self.plan.target.element_bytes
         return tuple(
             Exchange(ranks=ranks, gather_bytes=gathered[ranks] // len(ranks), peer_bytes=others[ranks] // len(ranks))
             for ranks in sorted({*gathered, *others})
@@ -202,14 +202,14 @@ def training_layout(
 def _check_arguments(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
     topology.groups("gen_tp")  # raises without generation
     if method not in get_args(Method):
-        raise ReshardError(f"method={show(method)}: give one of {', '.join(get_args(Method))}")
+        raise ReshardError(f"method={show(method)}. Use one of {', '.join(get_args(Method))}")
     if type(dtype_bytes) is not int or dtype_bytes not in _DTYPES:
-        raise ReshardError(f"dtype_bytes={dtype_bytes}: give one of {', '.join(map(str, _DTYPES))}")
+        raise ReshardError(f"dtype_bytes={dtype_bytes}. Use one of {', '.join(map(str, _DTYPES))}")
     _check_sharding(topology, sharding)
     if method == "hybridflow-v" and topology.train.ep_size > 1:
         raise ReshardError(
             f"hybridflow-v gathers inside a training replica of pp * tp ranks, which under ep_size="
-            f"{topology.train.ep_size} hold some of the experts only: use hybridflow or ds-chat, or for a dense model "
+            f"{topology.train.ep_size} hold some of the experts only. Use hybridflow or ds-chat, or for a dense model "
             "ep_size=1"
         )
     if method == "hybridflow-v" and (sharding == "fsdp" or not topology.is_nested):
@@ -221,13 +221,13 @@ def _check_arguments(topology: Topology, method: str, dtype_bytes: int, sharding
 
 def _check_sharding(topology: Topology, sharding: str) -> None:
     if sharding not in get_args(Sharding):
-        raise ReshardError(f"sharding={show(sharding)}: give one of {', '.join(get_args(Sharding))}")
+        raise ReshardError(f"sharding={show(sharding)}. Use one of {', '.join(get_args(Sharding))}")
     sizes = {name: size for name, size in vars(topology.train).items() if size > 1 and name != "dp_size"}
     if sharding == "fsdp" and sizes:
         found = ", ".join(f"{name}={size}" for name, size in sizes.items())
         raise ReshardError(
-            f"FSDP shards over data-parallel ranks only, the topology has {found}: "
-            f"give 1-1-{topology.world_size}{' with ep_size=1' * ('ep_size' in sizes)}, or sharding=megatron"
+            f"FSDP shards over data-parallel ranks only, the topology has {found}. "
+            f"Use 1-1-{topology.world_size}{' with ep_size=1' * ('ep_size' in sizes)}, or sharding=megatron"
         )
 
 
@@ -274,13 +274,13 @@ def _components(plan: ReshardPlan) -> dict[int, tuple[int, ...]]:
             rank = parent[rank]
         return rank
 
-    joins = {(each.source, id(each.destinations)): each for each in plan.shipments}
+    joins = {(each.source, id(each.destinations)): each for each in plan.transfers}
     apart = len(parent)
-    for shipment in joins.values():
+    for transfer in joins.values():
         if apart == 1:
             break
-        home = root(shipment.source)
-        for rank in shipment.destinations:
+        home = root(transfer.source)
+        for rank in transfer.destinations:
             other = root(rank)
             apart -= other != home
             parent[other] = home

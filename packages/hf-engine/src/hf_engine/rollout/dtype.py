@@ -20,4 +20,4 @@ def check_dtype(dtype: object) -> None:
     """
     known = get_args(RolloutDtype)
     if dtype not in known:
-        raise BackendError(f"dtype={show(dtype)}: give one of {', '.join(map(repr, known))}")
+        raise BackendError(f"dtype={show(dtype)}. Use one of {', '.join(map(repr, known))}")

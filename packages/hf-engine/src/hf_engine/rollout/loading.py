@@ -58,7 +58,7 @@ class WeightState:
             BackendError: without one, naming the method that belongs into it.
         """
         if self._loaded is None:
-            raise BackendError(f"{method} without an update: call begin_weights first")
+            raise BackendError(f"{method} without an update. Call begin_weights first")
         return self._loaded
 
     def check_shards(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
@@ -85,7 +85,7 @@ class WeightState:
         if self._loaded is None:
             return
         if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):
-            raise ReshardError(f"the parameters {missing} did not arrive: load them before commit_weights")
+            raise ReshardError(f"the parameters {missing} did not arrive. Load them before commit_weights")
 
     def commit(self, version: int) -> None:
         """Ends an update, if there is one."""
@@ -108,12 +108,12 @@ def _check_shards(
     layout: WeightLayout, rank: int, shards: Mapping[str, Sequence[torch.Tensor]], loaded: Set[str]
 ) -> None:
     if not isinstance(shards, Mapping):
-        raise ReshardError(f"shards={show(shards)}: give a mapping from names to lists of one tensor per box")
+        raise ReshardError(f"shards={show(shards)}. Use a mapping from names to lists of one tensor per box")
     if loose := [name for name, parts in shards.items() if not isinstance(parts, list | tuple)]:
-        raise ReshardError(f"the shards of {loose} are not lists: give a list of one tensor per box")
+        raise ReshardError(f"the shards of {loose} are not lists. Use a list of one tensor per box")
     tensors = [(name, part) for name, parts in shards.items() for part in parts]
     if empty := sorted({name for name, part in tensors if getattr(part, "is_meta", False)}):
-        raise ReshardError(f"the shards of {empty} are on the device 'meta', without contents: give tensors with some")
+        raise ReshardError(f"the shards of {empty} are on the device 'meta', without contents. Use tensors with some")
     if again := sorted(loaded & shards.keys()):
         raise ReshardError(f"the parameters {again} came twice in one update")
     held = layout.boxes_of(rank)

@@ -35,7 +35,7 @@ def check_sizes(options: Mapping[str, Any]) -> None:
     """
     cache_bytes, fraction = options.get("cache_bytes"), options.get("cache_fraction")
     if cache_bytes is not None and fraction is not None:
-        raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache: give one")
+        raise BackendError(f"cache_bytes={cache_bytes} and cache_fraction={fraction} both size the cache. Use one")
     for name in ("cache_bytes", "max_positions"):
         if options.get(name) is not None:
             _check.count(name, options[name])
@@ -43,7 +43,7 @@ def check_sizes(options: Mapping[str, Any]) -> None:
         wanted = "a share of the memory above 0 and below 1, such as 0.3"
         _check.kind("cache_fraction", fraction, float | int, wanted)
         if not 0 < fraction < 1:
-            raise BackendError(f"cache_fraction={fraction}: give {wanted}")
+            raise BackendError(f"cache_fraction={fraction}. Use {wanted}")
 
 
 def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:

@@ -78,7 +78,7 @@ class Replica:
             others = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number != numbers[0]]
             raise BackendError(
                 f"{method}: of the replica {self.ranks} the ranks {others} were given something else than rank "
-                f"{self.ranks[0]}. They share an engine: pass the same to all of them"
+                f"{self.ranks[0]}. They share an engine. Pass the same to all of them"
             )
 
     def gather(self, value: T) -> list[T]:
@@ -99,7 +99,7 @@ class Replica:
         if len(set(places)) > 1:
             raise BackendError(
                 f"an SGLang engine runs on one machine, the replica of the ranks {self.ranks} lies on "
-                f"{[host for host, _ in places]}: choose a gen_tp_size that divides the ranks of a machine"
+                f"{[host for host, _ in places]}. Choose a gen_tp_size that divides the ranks of a machine"
             )
 
 
@@ -111,7 +111,7 @@ def require_process_group(backend: str) -> None:
     """
     if not dist.is_initialized():
         raise BackendError(
-            f"backend {show(backend)} runs in the ranks of the default process group, and there is none: call "
+            f"backend {show(backend)} runs in the ranks of the default process group, and there is none. Call "
             "torch.distributed.init_process_group first"
         )
 

@@ -17,9 +17,12 @@ from hf_engine.rollout.memory import host_bytes
 from hf_protocols.errors import BackendError, BatchError, NonFiniteLossError
 from hf_protocols.validation import Checks
 
-__all__ = ["build_responses", "digest_request", "end_of_sequence_ids", "read_prompts"]
+__all__ = ["LENGTH", "STOP", "build_responses", "digest_request", "end_of_sequence_ids", "read_prompts"]
 
 _check = Checks(BackendError)
+
+STOP, LENGTH = 0, 1
+"""Finish reasons: a stop token was drawn, or the response is as long as it may be."""
 
 _SAMPLE_BYTES, _TOKEN_BYTES = 4 << 10, 64
 """Of the host's memory, about: an engine's request, and the random number, id and log-prob of each of its tokens."""
@@ -53,7 +56,7 @@ def read_prompts(
     if strangers := [token for token in sampling.stop_token_ids if token >= vocab_size]:
         raise BackendError(
             f"stop_token_ids={sampling.stop_token_ids} holds {strangers[0]}, the model's ids are 0 to "
-            f"{vocab_size - 1}: use the model's own tokenizer"
+            f"{vocab_size - 1}. Use the model's own tokenizer"
         )
     stops = set(sampling.stop_token_ids)
     if sampling.min_new_tokens and len(stops | set(ends)) == vocab_size:
@@ -153,4 +156,4 @@ def _check_row_ids(column: Any, shape: torch.Size) -> None:
     if is_tensor and not column.is_nested and column.shape == shape and column.dtype in (torch.int64, torch.int32):
         return
     what = f"{column.dtype} of shape {tuple(column.shape)}" if is_tensor else repr(column)
-    raise BatchError(f"the column 'row_id' is {what}: give one whole number a row, torch.int64 of shape [B]")
+    raise BatchError(f"the column 'row_id' is {what}. Use one whole number a row, torch.int64 of shape [B]")

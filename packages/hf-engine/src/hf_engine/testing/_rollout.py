@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.backends.abilities import (
-    AdoptsWeights,
-    DrawsItself,
-    FormsReplicas,
-    SupportsShardLoading,
-    SupportsWeightBuffers,
-)
 from hf_engine.backends.base import (
     RolloutBackend,
     SamplingParams,
+)
+from hf_engine.backends.capabilities import (
+    SupportsEngineSampling,
+    SupportsReplicas,
+    SupportsShardLoading,
+    SupportsWeightAdoption,
+    SupportsWeightBuffers,
 )
 from hf_engine.models.conversions import read_file_names
 from hf_engine.models.stacked_experts import tensors_in_files
@@ -50,10 +50,10 @@ def check_rollout_backend(
     times; reported log-probs are those of the full distribution at the temperature, for every truncation of the draw;
     equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
     others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; a prompt that leaves
-    room for one token is taken and a longer one refused, and so is what a `DrawsItself` says that it cannot draw; no
-    prompts have no responses; memory that was released is taken again; weights that are missing, unknown or mis-shaped
-    are refused; tensors that are adopted are used where they are; the engine's replicas are the topology's; the global
-    random generator is left alone.
+    room for one token is taken and a longer one refused, and so is what a backend of `SupportsEngineSampling` says
+    that it cannot draw; no prompts have no responses; memory that was released is taken again; weights that are
+    missing, unknown or mis-shaped are refused; tensors that are adopted are used where they are; the engine's replicas
+    are the topology's; the global random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its
@@ -74,7 +74,7 @@ def check_rollout_backend(
     laws = _RolloutLaws(backend, reference, build_prompts(num_rows, vocab_size=vocab_size), tolerance)
     laws.check_greedy("as built")
     assert torch.equal(state, torch.get_rng_state()), "the backend drew from the global random generator or seeded it"
-    if topology is not None and isinstance(backend, FormsReplicas):
+    if topology is not None and isinstance(backend, SupportsReplicas):
         (expected,) = (group for group in topology.groups("gen_tp") if dist.get_rank() in group)
         found = backend.replica_ranks()
         assert found == expected, f"rank {dist.get_rank()} generates with {found}, the topology says {expected}"
@@ -202,7 +202,7 @@ class _RolloutLaws:
             self.check_greedy(f"after the update to version {version}")
             stamps = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=1))["weight_version"]
             assert stamps.tolist() == [version] * len(stamps), f"samples of {version} are stamped {stamps.tolist()}"
-        if isinstance(self._backend, AdoptsWeights):
+        if isinstance(self._backend, SupportsWeightAdoption):
             self._check_adopted(self._backend)
         versions: tuple[Any, ...] = ("x", -1, 1.5, None, 10**30)
         for wrong in versions:
@@ -279,7 +279,7 @@ class _RolloutLaws:
 
     def _is_refused(self, sampling: SamplingParams) -> bool:
         """Returns True if the backend says that its engine cannot draw so; then it must not."""
-        if not isinstance(self._backend, DrawsItself) or self._backend.find_unsupported(sampling) is None:
+        if not isinstance(self._backend, SupportsEngineSampling) or self._backend.find_unsupported(sampling) is None:
             return False
         self._check_refused(f"{sampling} was drawn, which the backend says that it cannot", sampling)
         return True

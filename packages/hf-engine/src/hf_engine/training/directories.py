@@ -43,7 +43,7 @@ def check_directory(directory: object) -> None:
     """Refuses what names no directory."""
     _check.kind("directory", directory, str | Path, "the path of a directory")
     if directory == "":
-        raise BackendError("directory='': give the path of a directory")
+        raise BackendError("directory=''. Use the path of a directory")
 
 
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
@@ -97,7 +97,7 @@ def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None
     dist.all_gather_object(told, str(directory.resolve()), group=group)
     if len({*told}) > 1:
         given = ", ".join(f"rank {rank} {show(path)}" for rank, path in enumerate(told))
-        raise BackendError(f"the ranks were given different directories ({given}): give all the same one")
+        raise BackendError(f"the ranks were given different directories ({given}). Give all the same one")
 
 
 def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> None:
@@ -106,11 +106,11 @@ def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> N
         return
     if not target.is_dir() or Path.cwd().is_relative_to(target):
         what = "the working directory or above it" if target.is_dir() else "a file"
-        raise BackendError(f"{target} is {what}: give a directory of its own, which need not exist")
+        raise BackendError(f"{target} is {what}. Use a directory of its own, which need not exist")
     foreign = [path.name for path in target.iterdir() if not _is_replaced(path, written) and not _is_kept(path)]
     if foreign:
         raise BackendError(
-            f"{target} holds other files than a model's, such as {show(min(foreign))}, which would be lost: give a "
+            f"{target} holds other files than a model's, such as {show(min(foreign))}, which would be lost. Use a "
             "directory of its own, or move them away"
         )
 
@@ -131,8 +131,8 @@ def _put_back(target: Path, replaced: Path) -> None:
     if target.exists():
         if others := [path.name for path in target.iterdir() if not _is_kept(path)]:
             raise BackendError(
-                f"{target} holds {show(min(others))} and no weights, and an earlier model lies in {replaced}: "
-                "move one away"
+                f"{target} holds {show(min(others))} and no weights, and an earlier model lies in {replaced}. "
+                "Move one away"
             )
         for path in target.iterdir():
             os.replace(path, replaced / path.name)

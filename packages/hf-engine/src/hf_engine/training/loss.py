@@ -55,7 +55,7 @@ class StepLoss:
         answer = self._loss_fn(TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size))
         loss_sum, metrics = _read(answer)
         if not _reaches(loss_sum, outputs):
-            raise BackendError("loss_fn gave a loss_sum whose gradient reaches no output: compute it from the outputs")
+            raise BackendError("loss_fn gave a loss_sum whose gradient reaches no output. Compute it from the outputs")
         self.total += float(loss_sum.detach())
         self.metrics = merge_metrics([self.metrics, metrics])
         return loss_sum
@@ -83,26 +83,26 @@ def _read(answer: object) -> tuple[torch.Tensor, Metrics]:
             f"a {type(answer).__name__} of {len(answer)}" if isinstance(answer, tuple | list) else _described(answer)
         )
         raise BackendError(
-            f"loss_fn gave {given}: give (loss_sum, metrics), a tensor of one number and (sum, count) by name"
+            f"loss_fn gave {given}. Use (loss_sum, metrics), a tensor of one number and (sum, count) by name"
         )
     loss_sum, metrics = answer
     _check_loss(loss_sum)
     if not isinstance(metrics, Mapping):
-        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics: give (sum, count) by name, {{}} for none")
+        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics. Use (sum, count) by name, {{}} for none")
     return loss_sum, {name: _read_metric(name, pair) for name, pair in metrics.items()}
 
 
 def _read_metric(name: object, pair: object) -> tuple[float, float]:
     if not isinstance(name, str):
-        raise BackendError(f"loss_fn gave {show(name)} as a metric's name: give a string")
+        raise BackendError(f"loss_fn gave {show(name)} as a metric's name. Use a string")
     if name in STEP_METRICS:
         taken = ", ".join(STEP_METRICS)
         raise BackendError(
-            f"loss_fn's metric {show(name)} has a name that the step itself uses ({taken}): give it another"
+            f"loss_fn's metric {show(name)} has a name that the step itself uses ({taken}). Give it another"
         )
     numbers = [_number(each) for each in pair] if isinstance(pair, tuple | list) else []
     if len(numbers) != 2 or None in numbers:
-        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}: give (sum, count), two numbers")
+        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}. Use (sum, count), two numbers")
     value, count = numbers
     assert value is not None and count is not None
     return value, count
@@ -120,9 +120,9 @@ def _described(value: object) -> str:
 
 def _check_loss(loss_sum: object) -> None:
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        wanted = "give a tensor of one number, the sum over the tokens"
-        raise BackendError(f"loss_fn gave {_described(loss_sum)} as loss_sum: {wanted}")
+        wanted = "Use a tensor of one number, the sum over the tokens"
+        raise BackendError(f"loss_fn gave {_described(loss_sum)} as loss_sum. {wanted}")
     if not loss_sum.requires_grad:
         raise BackendError(
-            "loss_fn gave a loss_sum without gradient: compute it from the outputs, without detach() or no_grad()"
+            "loss_fn gave a loss_sum without gradient. Compute it from the outputs, without detach() or no_grad()"
         )

@@ -287,12 +287,12 @@ def _check_mask(column: object, lengths: torch.Tensor) -> None:
         what = f"a {type(column).__name__}"
         if isinstance(column, torch.Tensor) and not column.is_nested:
             what = f"of shape {tuple(column.shape)}"
-        raise BatchError(f"the column 'response_mask' is {what}: give it jagged, one value for each response token")
+        raise BatchError(f"the column 'response_mask' is {what}. Give it jagged, one value for each response token")
     given = Ragged(column).lengths
     if differing := (given != lengths).nonzero().flatten().tolist():
         row = differing[0]
         raise BatchError(
-            f"row {row} of 'response_mask' has {int(given[row])} values for {int(lengths[row])} response tokens: give "
+            f"row {row} of 'response_mask' has {int(given[row])} values for {int(lengths[row])} response tokens. Use "
             "one value for each response token"
         )
 

@@ -76,12 +76,12 @@ class OffloadedMemory:
             BackendError: naming the method, and `reload` or `generation`.
         """
         if self._lacks_weights:
-            raise BackendError(f"{method} needs the weights, which are offloaded: call reload() first")
+            raise BackendError(f"{method} needs the weights, which are offloaded. Call reload() first")
         weights = [tensor for tensor in self._weights() if tensor.numel()]
         # Reading a storage without bytes kills the process, without an error.
         if any(not tensor.untyped_storage().nbytes() for tensor in weights) or hold_training_weights(weights):
             raise BackendError(
-                f"{method} needs the weights, which are inside those of a generation engine: leave generation() "
+                f"{method} needs the weights, which are inside those of a generation engine. Leave generation() "
                 'first, or build the HybridEngine with training_weights="keep"'
             )
 
@@ -93,7 +93,7 @@ class OffloadedMemory:
         """
         self.require_weights(method)
         if self._lacks_states:
-            raise BackendError(f"{method} needs the optimizer's state, which is offloaded: call reload() first")
+            raise BackendError(f"{method} needs the optimizer's state, which is offloaded. Call reload() first")
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> int:
         freed = 0

@@ -50,8 +50,6 @@ _check = Checks(BackendError)
 
 Result = TypeVar("Result")
 
-_STOP, _LENGTH = 0, 1
-
 
 class ServerBackend:
     """Generation by SGLang or vLLM servers that the user started; see `RolloutBackend` for what every method means.
@@ -150,7 +148,7 @@ class ServerBackend:
                 check_model(server, files, shape)
             if reproducible and not server.facts.has_seeds:
                 raise BackendError(
-                    f"{server.facts.name} does not draw from seeds: start it with {server.facts.seeds_knob}, or set "
+                    f"{server.facts.name} does not draw from seeds. Start it with {server.facts.seeds_knob}, or set "
                     "rollout.options.reproducible to false for samples that no second run has"
                 )
             stops = read_end_of_sequence_ids(files)
@@ -160,7 +158,7 @@ class ServerBackend:
         dist.all_gather_object(told, (server.facts.dtype, server.facts.can_release, run))
         dtypes, can_release, (run, *_) = zip(*told, strict=True)
         if len({*dtypes}) > 1:
-            raise BackendError(f"the servers {list(urls)} compute in {[*dtypes]}: start them with one --dtype")
+            raise BackendError(f"the servers {list(urls)} compute in {[*dtypes]}. Start them with one --dtype")
         return cls(
             server,
             find=find,
@@ -175,7 +173,7 @@ class ServerBackend:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses URLs and deadlines that reach no server, and a directory that is missing; see `ChecksOptions`."""
+        """Refuses URLs and deadlines that reach no server, and a missing directory; see `SupportsOptionCheck`."""
         urls = options.get("urls", ())
         check_urls(urls)
         _check_restart(options.get("restart_timeout_s", 0.0))
@@ -215,7 +213,7 @@ class ServerBackend:
         return self._layout
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
-        """Returns the reason why `generate` refuses to draw so; see `DrawsItself`."""
+        """Returns the reason why `generate` refuses to draw so; see `SupportsEngineSampling`."""
         return self._server.find_unsupported(sampling)
 
     def begin_weights(self) -> None:
@@ -257,7 +255,7 @@ class ServerBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.rollout.responses import build_responses, read_prompts
+        from hf_engine.rollout.responses import LENGTH, STOP, build_responses, read_prompts
         from hf_engine.rollout.sampling import draw_seeds
         from hf_engine.rollout.stop_strings import load_stop_strings
 
@@ -276,7 +274,7 @@ class ServerBackend:
             torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
             torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
             torch.tensor([len(sample.token_ids) for sample in samples]),
-            torch.tensor([_STOP if sample.is_stopped else _LENGTH for sample in samples]),
+            torch.tensor([STOP if sample.is_stopped else LENGTH for sample in samples]),
             n=sampling.n,
             version=self._state.version,
         )

@@ -143,7 +143,7 @@ class ServerConnection:
                 received = self._read(response, path, _LEAST_BYTES + num_tokens * _TOKEN_BYTES)
             except TimeoutError as error:
                 raise BackendError(
-                    f"the server at {self.url} did not finish {path} in {seconds:g} s: raise "
+                    f"the server at {self.url} did not finish {path} in {seconds:g} s. Raise "
                     f"rollout.options.{knob} if it only needs more time"
                 ) from error
             except (OSError, http.client.HTTPException) as error:
@@ -174,7 +174,7 @@ class ServerConnection:
             connection.connect()
         except (OSError, UnicodeError) as error:
             raise LostServerError(
-                f"nothing answers at {self.url} in {self._connect_timeout_s:g} s ({error}): start the server there, or "
+                f"nothing answers at {self.url} in {self._connect_timeout_s:g} s ({error}). Start the server there, or "
                 "give its address in rollout.options.urls"
             ) from error
         return connection

@@ -130,4 +130,4 @@ def require_version(name: str, found: str, oldest: tuple[int, ...], too_new: tup
     numbers = tuple(int(number) for number in re.findall(r"\d+", found)[: len(oldest)])
     if not oldest <= numbers < too_new:
         wanted = f">={'.'.join(map(str, oldest))},<{'.'.join(map(str, too_new))}"
-        raise BackendError(f"{name} is version {found}, supported are {wanted}: start one of these")
+        raise BackendError(f"{name} is version {found}, supported are {wanted}. Start one of these")

@@ -51,7 +51,7 @@ def check_urls(urls: Sequence[str], *, num_ranks: int | None = None) -> None:
         size = "1 or more" if num_ranks is None else f"1 to {num_ranks}"
         shown = "***" if "@" in str(urls) else show(urls)  # a user and a password may be before it
         raise BackendError(
-            f"rollout.options.urls={shown}: give a list of {size} URLs, one for every rank at most, such as "
+            f"rollout.options.urls={shown}. Use a list of {size} URLs, one for every rank at most, such as "
             '["http://127.0.0.1:30000"]'
         )
 
@@ -85,7 +85,7 @@ def choose_directory(given: str | Path | None, connection: ServerConnection) -> 
         return Path(given).absolute()
     if connection.host not in _LOCAL:
         raise BackendError(
-            f"the server at {connection.url} may be on another machine: give rollout.options.weights_directory, which "
+            f"the server at {connection.url} may be on another machine. Use rollout.options.weights_directory, which "
             "it and all ranks see under one path"
         )
     return Path(tempfile.gettempdir())
@@ -105,12 +105,12 @@ def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> No
     found = server.facts.architectures
     if found and wanted and not set(found) & set(wanted):
         raise BackendError(
-            f"{server.facts.name} has a {', '.join(found)}, {str(directory)!r} is a {', '.join(wanted)}: start it with "
+            f"{server.facts.name} has a {', '.join(found)}, {str(directory)!r} is a {', '.join(wanted)}. Start it with "
             "the model that is trained"
         )
     if not server.knows(shape.vocab_size - 1) or server.knows(shape.vocab_size):
         raise BackendError(
-            f"{server.facts.name} has another vocabulary than {str(directory)!r}, of {shape.vocab_size} tokens: start "
+            f"{server.facts.name} has another vocabulary than {str(directory)!r}, of {shape.vocab_size} tokens. Start "
             "it with the model that is trained"
         )
     if server.facts.keeps_tied and shape.tie_embeddings:

@@ -47,7 +47,7 @@ class VllmServer:
         require_version(name, version, *_VERSIONS)
         weights = connection.find("/weight_info")
         if weights is None:
-            raise BackendError(f"{name} does not take weights: start it with VLLM_SERVER_DEV_MODE=1 in its environment")
+            raise BackendError(f"{name} does not take weights. Start it with VLLM_SERVER_DEV_MODE=1 in its environment")
         inspected = str(connection.post("/collective_rpc", {"method": "get_model_inspection"})["results"][0])
         (card, *_) = connection.get("/v1/models")["data"]
         cached = re.search(r'kv_cache_size_tokens="(\d+)"', str(connection.find("/metrics")))
@@ -81,14 +81,14 @@ class VllmServer:
         if self._reports_drawn:
             if sampling.top_k or sampling.top_p < 1 or sampling.min_new_tokens:
                 return (
-                    "--logprobs-mode processed_logprobs reports what is left by top_k, top_p and min_new_tokens: leave "
+                    "--logprobs-mode processed_logprobs reports what is left by top_k, top_p and min_new_tokens. Leave "
                     "them out, or start it with raw_logprobs and draw at temperature 1"
                 )
             if sampling.greedy and sampling.temperature != 1:
                 return "greedy log-probs are those of temperature 1; set it to 1"
         elif sampling.temperature != 1:
             return (
-                "--logprobs-mode raw_logprobs reports log-probs at temperature 1: set it to 1, or start the server "
+                "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set it to 1, or start the server "
                 "with processed_logprobs"
             )
         return None
@@ -156,7 +156,7 @@ class VllmServer:
         """Returns True if log-probs are over the truncated distribution: the only token left then has log-prob 0."""
         answer = self._connection.find(_GENERATE, _only(0))
         if answer is None:
-            raise BackendError(f"{self.facts.name} takes no token ids: start it with --enable-scale-out")
+            raise BackendError(f"{self.facts.name} takes no token ids. Start it with --enable-scale-out")
         logprob: float = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
         return logprob == 0
 

@@ -44,7 +44,6 @@ __all__ = ["AdaptedSglangBackend", "SglangBackend"]
 
 _check = Checks(BackendError)
 
-_STOP, _LENGTH = 0, 1
 _LARGEST_RANK = 512
 _SENT = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "greedy")
 
@@ -170,7 +169,7 @@ class SglangBackend:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses sizes, deadlines and arguments of SGLang's that no engine can have; see `ChecksOptions`."""
+        """Refuses sizes, deadlines and arguments of SGLang's that no engine can have; see `SupportsOptionCheck`."""
         check_sizes(options)
         for name in ("max_rows", "staging_bytes"):
             if name in options:
@@ -189,13 +188,13 @@ class SglangBackend:
     def find_adapter_refusal(
         cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
     ) -> str | None:
-        """Says why adapters come merged; see `TakesAdapters`."""
+        """Says why adapters come merged; see `SupportsUnmergedAdapters`."""
         if not on_cpu and options.get("dtype", "float32") == "float32":
             return FLOAT32_REFUSAL
         return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK) or find_partial_stack(lora)
 
     def held_adapters(self) -> LoraConfig | None:
-        """None: an engine with adapters has a class of its own; see `TakesAdapters`."""
+        """None: an engine with adapters has a class of its own; see `SupportsUnmergedAdapters`."""
         return None
 
     @property
@@ -282,7 +281,7 @@ class SglangBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.rollout.responses import build_responses, digest_request, read_prompts
+        from hf_engine.rollout.responses import LENGTH, STOP, build_responses, digest_request, read_prompts
         from hf_engine.rollout.sampling import draw_uniforms
         from hf_engine.rollout.stop_strings import load_stop_strings
 
@@ -305,7 +304,7 @@ class SglangBackend:
             torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
             torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs], dtype=torch.float32),
             torch.tensor([len(ids) for ids, _, _ in samples]),
-            torch.tensor([_STOP if reason == "stop" else _LENGTH for _, _, reason in samples]),
+            torch.tensor([STOP if reason == "stop" else LENGTH for _, _, reason in samples]),
             n=sampling.n,
             version=self._state.version,
         )
@@ -389,7 +388,7 @@ class AdaptedSglangBackend(SglangBackend):
         self._has_base = True
 
     def held_adapters(self) -> LoraConfig | None:
-        """Settings of the adapters; see `TakesAdapters`."""
+        """Settings of the adapters; see `SupportsUnmergedAdapters`."""
         return self._lora
 
     @property
@@ -407,7 +406,7 @@ class AdaptedSglangBackend(SglangBackend):
         """Starts an update of the adapters alone; see `SupportsAdapterUpdates`."""
         self._check_open()
         if not self._has_base:
-            raise BackendError("begin_adapters needs a complete base: call begin_weights")
+            raise BackendError("begin_adapters needs a complete base. Call begin_weights")
         self._factors = {}
         self._state.begin(name for name in self._layout.shapes if not is_adapter_name(name))
 

@@ -109,11 +109,11 @@ def check_more(more: object) -> None:
         BackendError: naming them.
     """
     if not isinstance(more, Mapping):
-        raise BackendError(f"engine_options={show(more)}: give a table of SGLang's server arguments")
+        raise BackendError(f"engine_options={show(more)}. Use a table of SGLang's server arguments")
     if taken := sorted(more.keys() & {*_BY_ARGUMENTS, *_OURS}):
         raise BackendError(
             f"engine_options={dict(more)} would change {', '.join(taken)}, which is set by the other arguments of the "
-            "backend, or must be as it is: leave it out"
+            "backend, or must be as it is. Leave it out"
         )
 
 
@@ -160,7 +160,7 @@ def build_options(
     if model.overrides:
         if _OVERRIDES in more:
             raise BackendError(
-                f"engine_options has {_OVERRIDES}, which is {model.overrides} for {show(model.name)}: leave it out"
+                f"engine_options has {_OVERRIDES}, which is {model.overrides} for {show(model.name)}. Leave it out"
             )
         fixed[_OVERRIDES] = json.dumps(model.overrides)
     return {**_DEFAULTS, **(_GPU if torch.cuda.is_available() else _CPU), **more, **fixed}

@@ -75,7 +75,7 @@ class EngineProcess:
             if not self._wait(timeout_s, watch=method == "start"):
                 self._end(f"it did not finish {method!r} in {timeout_s:g} s")
                 raise BackendError(
-                    f"SGLang did not finish {method!r} in {timeout_s:g} s and was ended: build the backend again, with "
+                    f"SGLang did not finish {method!r} in {timeout_s:g} s and was ended. Build the backend again, with "
                     f"a longer {'start_timeout_s' if method == 'start' else 'timeout_s'} if it only needs more time"
                 )
             answer: tuple[bool, Any] = pickle.loads(self._connection.recv_bytes())

@@ -179,7 +179,7 @@ def _end(directory: str) -> None:
 
 
 def _watch(parent: int, directory: str) -> None:
-    """Ends this session when the rank ends, however that happens: a descriptor of the process tells."""
+    """Ends this session when the rank ends, however that happens, as a descriptor of the process shows."""
     descriptor = os.pidfd_open(parent)
     if os.getppid() != parent:
         _end(directory)

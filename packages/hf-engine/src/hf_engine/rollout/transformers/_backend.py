@@ -33,11 +33,11 @@ from hf_engine.resharding.moving import hold_training_weights, storage_bytes
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
 from hf_engine.rollout.loading import check_version
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
-from hf_engine.rollout.responses import build_responses, end_of_sequence_ids, read_prompts
+from hf_engine.rollout.responses import LENGTH, build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.rollout.sampling import draw_uniforms
 from hf_engine.rollout.stop_strings import load_stop_strings
 from hf_engine.rollout.transformers._cache import build_cache
-from hf_engine.rollout.transformers._decoding import LENGTH, Decoding
+from hf_engine.rollout.transformers._decoding import Decoding
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.positions import compute_positions
@@ -124,7 +124,7 @@ class TransformersBackend:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a cache that no machine has; see `ChecksOptions`."""
+        """Refuses a cache that no machine has; see `SupportsOptionCheck`."""
         check_sizes(options)
 
     @classmethod
@@ -135,7 +135,7 @@ class TransformersBackend:
 
     @classmethod
     def check_row(cls, options: Mapping[str, Any], shape: ModelShape, *, tokens: int, samples: int) -> None:
-        """Refuses a row whose keys and values are above `cache_bytes`; see `ChecksRows`."""
+        """Refuses a row whose keys and values are above `cache_bytes`; see `SupportsRowCheck`."""
         given = options.get("cache_bytes")
         if given is None and options.get("cache_fraction") is not None:
             return  # a share of a machine's memory
@@ -152,12 +152,12 @@ class TransformersBackend:
     def find_adapter_refusal(
         cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
     ) -> str | None:
-        """None: its modules are those of the training backend; see `TakesAdapters`."""
+        """None: its modules are those of the training backend; see `SupportsUnmergedAdapters`."""
         del model, lora, options, on_cpu
         return None
 
     def held_adapters(self) -> LoraConfig | None:
-        """Settings of the adapters; see `TakesAdapters`."""
+        """Settings of the adapters; see `SupportsUnmergedAdapters`."""
         return self._lora
 
     @property
@@ -181,7 +181,7 @@ class TransformersBackend:
         return tensors_in_files(self._file_names, persistent_buffers(self._model))
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Uses these tensors in the place of those parameters', without a copy; see `AdoptsWeights`.
+        """Uses these tensors in the place of those parameters', without a copy; see `SupportsWeightAdoption`.
 
         Raises:
             ReshardError: for a tensor that cannot stand in the place of a parameter, or experts of a layer that are not
@@ -192,7 +192,7 @@ class TransformersBackend:
             known = self._buffers.get(name)
             if _facts(tensor) is None or _facts(tensor) != _facts(known):
                 raise ReshardError(
-                    f"{show(name)} is {_describe(tensor)}, the model's is {_describe(known)}: give one like "
+                    f"{show(name)} is {_describe(tensor)}, the model's is {_describe(known)}. Use one like "
                     "weight_buffers()'s"
                 )
             parts[self._parameter_of[name]][name] = tensor
@@ -221,7 +221,7 @@ class TransformersBackend:
         """
         if hold_training_weights(self._model.parameters()):
             raise BackendError(
-                "release() and close() would lose the training weights, which are inside the generation weights: leave "
+                "release() and close() would lose the training weights, which are inside the generation weights. Leave "
                 'generation() first, or build the HybridEngine with training_weights="keep"'
             )
         freed = storage_bytes(self._model.parameters())

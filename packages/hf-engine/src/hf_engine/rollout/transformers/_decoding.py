@@ -7,14 +7,12 @@ from typing import Any
 import torch
 
 from hf_engine.backends.base import SamplingParams
+from hf_engine.rollout.responses import LENGTH, STOP
 from hf_engine.rollout.sampling import sample_tokens
 from hf_engine.rollout.stop_strings import StopStrings
 from hf_engine.rollout.transformers._cache import moves_rows_alone, prompts_shared
 
-__all__ = ["LENGTH", "STOP", "Decoding", "close_ranks"]
-
-STOP, LENGTH = 0, 1
-"""Finish reasons: a stop token was drawn, or the response is as long as it may be."""
+__all__ = ["Decoding", "close_ranks"]
 
 _DROPPED, _DROPPED_WITH_COPIES = 1 / 16, 1 / 4
 """Share of finished samples from which on they are dropped: a cache moves a few rows, or copies all that it keeps."""

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmBackend"]
 
-_STOP, _LENGTH = 0, 1
 _LARGEST_RANK = 512
 """Of vLLM 0.32's adapters."""
 
@@ -128,18 +127,18 @@ class VllmBackend:
     def find_adapter_refusal(
         cls, model: ModelDirectory, lora: LoraConfig, options: Mapping[str, Any], *, on_cpu: bool
     ) -> str | None:
-        """Says why adapters come merged; see `TakesAdapters`."""
+        """Says why adapters come merged; see `SupportsUnmergedAdapters`."""
         if not on_cpu and options.get("dtype", "float32") == "float32":
             return FLOAT32_REFUSAL
         return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK)
 
     def held_adapters(self) -> LoraConfig | None:
-        """Settings of the adapters; see `TakesAdapters`."""
+        """Settings of the adapters; see `SupportsUnmergedAdapters`."""
         return self._lora
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses a cache or a length that no machine has; see `ChecksOptions`."""
+        """Refuses a cache or a length that no machine has; see `SupportsOptionCheck`."""
         check_sizes(options)
 
     @classmethod
@@ -194,7 +193,7 @@ class VllmBackend:
         """Starts an update of the adapters alone; see `SupportsAdapterUpdates`."""
         self._open()
         if self._lora is None or not self._has_base:
-            raise BackendError("begin_adapters needs adapters next to a complete base: call begin_weights")
+            raise BackendError("begin_adapters needs adapters next to a complete base. Call begin_weights")
         self._state.begin(name for name in self._layout.shapes if not is_adapter_name(name))
         self._factors, self._sends_base = {}, False
 
@@ -231,7 +230,7 @@ class VllmBackend:
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
-        from hf_engine.rollout.responses import build_responses, digest_request, read_prompts
+        from hf_engine.rollout.responses import LENGTH, STOP, build_responses, digest_request, read_prompts
         from hf_engine.rollout.stop_strings import load_stop_strings
 
         with self._replica.together("generate") as agreement:
@@ -248,7 +247,7 @@ class VllmBackend:
             torch.tensor([token for response in responses for token in response.token_ids], dtype=torch.int64),
             torch.tensor([logprob for each in responses for logprob in each.logprobs], dtype=torch.float32),
             torch.tensor([len(response.token_ids) for response in responses], dtype=torch.int64),
-            torch.tensor([_STOP if response.is_stopped else _LENGTH for response in responses], dtype=torch.int64),
+            torch.tensor([STOP if response.is_stopped else LENGTH for response in responses], dtype=torch.int64),
             n=sampling.n,
             version=self._state.version,
         )

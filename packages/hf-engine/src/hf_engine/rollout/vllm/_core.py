@@ -1,7 +1,8 @@
 """The names of vLLM that the backend uses. Import them from here: few of them are promised to others.
 
 `REPLACED` are the attributes that are given another value for a while, `PRIVATE` those that are read or set under a
-leading underscore. Tests look for each of them in the installed vLLM.
+leading underscore, `OF_INSTANCES` those of them that objects get as they are built. Tests look for each of them in the
+installed vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from hf_engine.backends.library_names import import_name
 
-__all__ = ["HOMES", "PRIVATE", "REPLACED"]
+__all__ = ["HOMES", "OF_INSTANCES", "PRIVATE", "REPLACED"]
 
 HOMES = {
     "Base": "vllm.model_executor.models.transformers.base",
@@ -63,6 +64,12 @@ PRIVATE = (
     *(("parallel_state", f"_{name}") for name in ("TP", "ETP", "EP", "DCP", "PCP", "PP", "DP", "WORLD", "NODE_COUNT")),
     ("WeightTransferEngineFactory", "_registry"),
 )
+OF_INSTANCES = (
+    ("vllm.v1.engine.core_client", "_finalizer"),
+    ("vllm.v1.worker.gpu_worker", "_weight_update_active"),
+    ("vllm.lora.worker_manager", "_adapter_manager"),
+)
+"""The module of each one's class, and its name."""
 
 
 def __getattr__(name: str) -> Any:

@@ -88,7 +88,7 @@ def check_cache(
         BackendError: before anything starts.
     """
     if parallel_state.model_parallel_is_initialized():
-        raise BackendError("a process runs one vLLM engine at a time: close the other backend first")
+        raise BackendError("a process runs one vLLM engine at a time. Close the other backend first")
     positions = choose_positions(max_positions, shape.max_positions)
     needed = positions * _cache_bytes_per_token(shape, topology, dtype)
     if needed > cache_bytes:
@@ -286,7 +286,7 @@ class Engine:
             BackendError: if vLLM keeps them, which requests under way would have it do.
         """
         if not self._engine.reset_prefix_cache():
-            raise BackendError("vLLM did not drop its prefix cache: close this backend, build another")
+            raise BackendError("vLLM did not drop its prefix cache. Close this backend, build another")
 
     def _send(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._engine.collective_rpc("update_weights", args=({"shards": named},))

@@ -132,12 +132,12 @@ class FsdpBackend(TrainSteps):
 
     @classmethod
     def check_adapters(cls, model: ModelDirectory, lora: LoraConfig, *, head: Head) -> None:
-        """Refuses targets that the model lacks; see `ChecksAdapters`."""
+        """Refuses targets that the model lacks; see `SupportsAdapterCheck`."""
         check_model_adapters(model, lora, head)
 
     @classmethod
     def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
-        """Refuses more than data parallelism; see `ChecksLayout`."""
+        """Refuses more than data parallelism; see `SupportsLayoutCheck`."""
         check_data_parallel("fsdp", sizes)
 
     @property

@@ -96,7 +96,7 @@ class MegatronBackend(TrainSteps):
         """
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
-            raise BackendError("backend 'megatron' does not use torch.compile: set compile=False")
+            raise BackendError("backend 'megatron' does not use torch.compile. Set compile=False")
         with together("nothing was loaded"):
             files = read_model_directory(model)
             described = MegatronModelConfig.of(files)
@@ -118,7 +118,7 @@ class MegatronBackend(TrainSteps):
 
     @classmethod
     def check_layout(cls, sizes: ParallelSpec, shape: ModelShape) -> None:
-        """Refuses context parallelism and sizes that do not divide the model's; see `ChecksLayout`."""
+        """Refuses context parallelism and sizes that do not divide the model's; see `SupportsLayoutCheck`."""
         check_sizes(sizes)
         check_divisible(shape, sizes)
 

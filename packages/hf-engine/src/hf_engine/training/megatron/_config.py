@@ -174,7 +174,7 @@ def check_divisible(shape: ModelShape, train: ParallelSpec) -> None:
     )
     for what, size, axis, ranks in sizes:
         if size % ranks:
-            raise BackendError(f"{axis}={ranks} does not divide {what}={size} of {shape.name}: choose a divisor")
+            raise BackendError(f"{axis}={ranks} does not divide {what}={size} of {shape.name}. Choose a divisor")
 
 
 def _refuse_architecture(config: Mapping[str, Any], directory: str | Path) -> None:

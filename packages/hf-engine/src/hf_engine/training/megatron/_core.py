@@ -1,4 +1,7 @@
-"""The names of megatron-core that the backend uses. Import them from here: the CPU hook has to be in place first."""
+"""The names of megatron-core that the backend uses. Import them from here: the CPU hook has to be in place first.
+
+`PRIVATE` are the attributes that are read or called under a leading underscore. Tests look for each of them.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from hf_engine.backends.library_names import import_name
 from hf_engine.backends.versions import MEGATRON
 from hf_engine.cpu_support.megatron import allow_cpu
 
-__all__ = ["HOMES", "quiet"]
+__all__ = ["HOMES", "PRIVATE", "quiet"]
 
 HOMES = {
     "DistributedDataParallel": "megatron.core.distributed",
     "DistributedDataParallelConfig": "megatron.core.distributed",
+    "DistributedOptimizer": "megatron.core.optimizer.distrib_optimizer",
     "GPTModel": "megatron.core.models.gpt",
     "OptimizerConfig": "megatron.core.optimizer",
     "TransformerBlockSubmodules": "megatron.core.transformer.transformer_block",
@@ -29,6 +33,11 @@ HOMES = {
     "moe_utils": "megatron.core.transformer.moe",
     "parallel_state": "megatron.core",
 }
+PRIVATE = (
+    ("DistributedOptimizer", "_get_main_param_and_optimizer_states"),
+    ("DistributedOptimizer", "_get_model_param_range_map"),
+    ("parallel_state", "_global_process_group_list"),
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -109,7 +109,7 @@ def check_sizes(train: ParallelSpec) -> None:
     """
     if train.cp_size > 1:
         raise BackendError(
-            f"the megatron backend has no context parallelism, got cp_size={train.cp_size}: use cp_size=1 and more "
+            f"the megatron backend has no context parallelism, got cp_size={train.cp_size}. Use cp_size=1 and more "
             "tensor or pipeline parallelism"
         )
 

@@ -48,7 +48,7 @@ def run_backward(
     """Adds this rank's gradients of the sum of `compute_loss(micro_batch, hidden [b, T, h])`."""
 
     def finish(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        # A third item tells the schedule not to divide by the number of micro-batches.
+        # With a third item the schedule does not divide by the number of micro-batches.
         return compute_loss(micro_batch, hidden), torch.zeros((), dtype=torch.int, device=device), None
 
     _run(model, micro_batches, finish, window, device)

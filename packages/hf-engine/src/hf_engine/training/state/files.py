@@ -160,7 +160,7 @@ def check_files(files: object) -> tuple[StateFile, ...] | None:
     if files is None:
         return None
     if not isinstance(files, Sequence) or not all(isinstance(each, StateFile) for each in files):
-        raise StateError(f"files={show(files)}: give what finish_state() of all ranks returned, a list of StateFile")
+        raise StateError(f"files={show(files)}. Use what finish_state() of all ranks returned, a list of StateFile")
     paths = [each.path for each in files]
     if twice := sorted({path for path in paths if paths.count(path) > 1}):
         raise StateError(f"files: {show(twice[0])} is listed twice. Give the files of one state")

@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from hf_protocols.topology import ParallelSpec
 
 __all__ = [
-    "AdoptsWeights",
-    "ChecksAdapters",
-    "ChecksLayout",
-    "ChecksOptions",
-    "ChecksRows",
-    "DrawsItself",
-    "FormsReplicas",
-    "HoldsPadding",
+    "SupportsAdapterCheck",
     "SupportsAdapterUpdates",
     "SupportsAdapters",
     "SupportsBufferLoading",
     "SupportsBuffers",
+    "SupportsEngineSampling",
+    "SupportsLayoutCheck",
     "SupportsModelCheck",
+    "SupportsOptionCheck",
+    "SupportsPadding",
+    "SupportsReplicas",
+    "SupportsRowCheck",
     "SupportsScores",
     "SupportsShardLoading",
+    "SupportsUnmergedAdapters",
+    "SupportsWeightAdoption",
     "SupportsWeightBuffers",
-    "TakesAdapters",
 ]
 
 
@@ -52,7 +52,7 @@ class SupportsWeightBuffers(Protocol):
 
 
 @runtime_checkable
-class AdoptsWeights(Protocol):
+class SupportsWeightAdoption(Protocol):
     """A rollout backend with weight buffers that can compute with training tensors: what both hold alike is lent."""
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -137,7 +137,7 @@ class SupportsBufferLoading(Protocol):
 
 
 @runtime_checkable
-class HoldsPadding(Protocol):
+class SupportsPadding(Protocol):
     """A training backend with memory next to its weights that only computation needs."""
 
     def padding(self) -> Sequence[torch.Tensor]:
@@ -150,7 +150,7 @@ class HoldsPadding(Protocol):
 
 
 @runtime_checkable
-class FormsReplicas(Protocol):
+class SupportsReplicas(Protocol):
     """A rollout backend whose replicas have several ranks, which its engine connects by itself."""
 
     def replica_ranks(self) -> tuple[int, ...]:
@@ -159,7 +159,7 @@ class FormsReplicas(Protocol):
 
 
 @runtime_checkable
-class DrawsItself(Protocol):
+class SupportsEngineSampling(Protocol):
     """A rollout backend whose engine draws with its own numbers, from a seed for every sample.
 
     Its samples are not those of other backends. It reports what such an engine reports, and refuses settings that give
@@ -175,7 +175,7 @@ class DrawsItself(Protocol):
 
 
 @runtime_checkable
-class ChecksLayout(Protocol):
+class SupportsLayoutCheck(Protocol):
     """A training backend that knows from its class alone which layouts of a model it does not run."""
 
     @classmethod
@@ -193,7 +193,7 @@ class ChecksLayout(Protocol):
 
 
 @runtime_checkable
-class ChecksOptions(Protocol):
+class SupportsOptionCheck(Protocol):
     """A rollout backend that knows from its class alone which options `build` refuses on every machine.
 
     Runs are planned elsewhere, and an earlier run's files go before ranks start: both ask this first.
@@ -252,7 +252,7 @@ class SupportsScores(Protocol):
 
 
 @runtime_checkable
-class ChecksRows(Protocol):
+class SupportsRowCheck(Protocol):
     """A rollout backend that knows from its class alone which rows its options have no room for."""
 
     @classmethod
@@ -260,7 +260,7 @@ class ChecksRows(Protocol):
         """Refuses a row that `generate` refuses on any machine.
 
         Args:
-            options: as `ChecksOptions` has them.
+            options: as `SupportsOptionCheck` has them.
             shape: of the model.
             tokens: of the longest prompt and `max_new_tokens`.
             samples: of each prompt.
@@ -272,7 +272,7 @@ class ChecksRows(Protocol):
 
 
 @runtime_checkable
-class ChecksAdapters(Protocol):
+class SupportsAdapterCheck(Protocol):
     """A training backend that trains low-rank adapters, and knows from its class which ones a model has no place for.
 
     Its `build` takes a `TrainConfig` with `lora` and answers with a backend that is `SupportsAdapters`.
@@ -341,7 +341,7 @@ class SupportsAdapters(Protocol):
 
 
 @runtime_checkable
-class TakesAdapters(Protocol):
+class SupportsUnmergedAdapters(Protocol):
     """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
 
     @classmethod
@@ -353,7 +353,7 @@ class TakesAdapters(Protocol):
         Args:
             model: as it was read.
             lora: of the training backend.
-            options: as `ChecksOptions` has them.
+            options: as `SupportsOptionCheck` has them.
             on_cpu: True if ranks run on host processors.
         """
         ...
