@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from hf_controller import InProcessExecutor
 from hf_controller.data.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.data.expressions import Expression, Extent, Leaf, Source
-from hf_controller.groups.worker_group import know_columns, prune
+from hf_controller.data.pruning import know_columns, prune
 from hf_protocols import RowSelection
 
 DEPTH = 5000

@@ -124,18 +124,18 @@ class Method:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (Loss(reads="scores"), r"Loss\.reads='scores' is one string: give a list of column names, \['scores'\]"),
-        (Loss(reads=[1, 2]), r"Loss\.reads=\[1, 2\]: give a list of column names"),
-        (Loss(reads={"scores": 1}), r"Loss\.reads=\{'scores': 1\}: give a tuple of column names"),
-        (Loss(reads=iter(["scores"])), r"Loss\.reads=<list_iterator .*: give a tuple of column names"),
-        (Loss(reads=None), r"Loss\.reads=None: give a tuple"),
+        (Loss(reads="scores"), r"Loss\.reads='scores' is one string. Use a list of column names, \['scores'\]"),
+        (Loss(reads=[1, 2]), r"Loss\.reads=\[1, 2\]. Use a list of column names"),
+        (Loss(reads={"scores": 1}), r"Loss\.reads=\{'scores': 1\}. Use a tuple of column names"),
+        (Loss(reads=iter(["scores"])), r"Loss\.reads=<list_iterator .*. Use a tuple of column names"),
+        (Loss(reads=None), r"Loss\.reads=None. Use a tuple"),
         (Loss(writes=("a?",)), r"Loss\.writes=\('a\?',\): 'a\?' ends in \?"),
-        (Loss(writes=("a", 2)), r"Loss\.writes=\('a', 2\): give a list of column names"),
+        (Loss(writes=("a", 2)), r"Loss\.writes=\('a', 2\). Use a list of column names"),
         (Loss(writes=()), r"Loss\.writes=\(\) names no column"),
         (Raises(AttributeError("no field")), r"Raises\.reads raised AttributeError: no field"),
         (Raises(KeyError("field")), r"Raises\.reads raised KeyError: 'field'"),
-        (Derived, r"Derived\.reads=<property .*: give a tuple"),
-        (Method(), r"Method\.reads=<bound method .*: give a tuple"),
+        (Derived, r"Derived\.reads=<property .*. Use a tuple"),
+        (Method(), r"Method\.reads=<bound method .*. Use a tuple"),
     ],
 )
 def test_a_malformed_declaration_is_one_error(argument, message):

@@ -23,7 +23,7 @@ def test_the_interface_is_the_one_that_reaches_the_rendezvous():
 
 def test_internals_of_this_torch_are_known():
     inspect.signature(c10d._new_process_group_helper).bind(2, 0, [], "gloo", None, group_name="", timeout=None)
-    assert hasattr(c10d._world, "default_pg")
+    assert hasattr(c10d._world, "default_pg") and callable(c10d.ProcessGroup._set_group_name)
     assert isinstance(c10d._world.pg_map, dict) and isinstance(c10d._world.pg_group_ranks, dict)
 
 

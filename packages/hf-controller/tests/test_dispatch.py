@@ -99,14 +99,14 @@ def test_a_method_must_not_hide_a_name_of_the_group():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"topology": None}, "topology=None: give a Topology"),
-        ({"topology": "1-1-2"}, "topology='1-1-2': give a Topology"),
-        ({"kwargs": [1]}, r"kwargs=\[1\]: give a mapping of names to values"),
-        ({"environment": "A=1"}, "environment='A=1': give a mapping of names to strings"),
-        ({"environment": {"A": 1}}, r"environment\['A'\]=1: give a string"),
-        ({"environment": {3: "1"}}, "environment: name=3: give a string"),
-        ({"environment": {"RANK": "7"}}, "environment has 'RANK'='7': leave it out, it is set for every rank"),
-        ({"environment": {"A=B": "1"}}, "environment has 'A=B'='1': leave it out, no variable can hold that"),
+        ({"topology": None}, "topology=None. Use a Topology"),
+        ({"topology": "1-1-2"}, "topology='1-1-2'. Use a Topology"),
+        ({"kwargs": [1]}, r"kwargs=\[1\]. Use a mapping of names to values"),
+        ({"environment": "A=1"}, "environment='A=1'. Use a mapping of names to strings"),
+        ({"environment": {"A": 1}}, r"environment\['A'\]=1. Use a string"),
+        ({"environment": {3: "1"}}, "environment: name=3. Use a string"),
+        ({"environment": {"RANK": "7"}}, "environment has 'RANK'='7'. Leave it out, it is set for every rank"),
+        ({"environment": {"A=B": "1"}}, "environment has 'A=B'='1'. Leave it out, no variable can hold that"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number of at least 0"),
     ],
 )

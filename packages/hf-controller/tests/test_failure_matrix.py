@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
-from hf_controller.executors.ray.host_process import HostProcess
+from hf_controller.executors.ray.actor_ref import ActorRef
 from hf_controller.failures import Deadline
 from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerError, WorkerTimeoutError, register
 
@@ -212,14 +212,14 @@ def fail_in_construction(executor, pool, how, groups, monkeypatch):
     took_s = time.monotonic() - started_s
     record = {"how": how, "place": "construction", "groups": groups, "launcher": "ray"}
     note(record | {"seconds": took_s, "message": said})
-    wanted = r"not done with __init__ within 30 s: raise deadlines.start_s" if how == "SIGSTOP" else MESSAGES[how]
+    wanted = r"not done with __init__ within 30 s. Raise deadlines.start_s" if how == "SIGSTOP" else MESSAGES[how]
     assert re.search(wanted, said), said
     assert "on pool 'actor' was ended: actor" in said
     assert executor.built_on(pool) == []
 
 
 def test_a_process_gone_before_it_is_watched_ends_as_ray_says(ray_executor, pools, monkeypatch):
-    find_end = HostProcess.find_end
+    find_end = ActorRef.find_end
 
     def find_late(process):
         if process.rank == 1:
@@ -230,7 +230,7 @@ def test_a_process_gone_before_it_is_watched_ends_as_ray_says(ray_executor, pool
                 time.sleep(0.05)
         return find_end(process)
 
-    monkeypatch.setattr(HostProcess, "find_end", find_late)
+    monkeypatch.setattr(ActorRef, "find_end", find_late)
     spec = WorkerSpec(worker=Member, topology=SPEC.topology, kwargs={"how": "exit"})
     with pytest.raises(WorkerError, match=r"process actor/1 is gone: The actor") as raised:
         ray_executor.build_groups(pools["actor"], {"actor": spec})

@@ -218,7 +218,7 @@ def test_shards_that_disagree_are_refused():
         encode_batch(batch([1, 1]), STORE, selection=one, input_rows=2),
         encode_batch(batch([1, 1, 1, 1]), STORE, selection=two, input_rows=2),
     ]
-    with pytest.raises(BatchError, match=r"^actor.m .* \(1 -> 2, 1 -> 4\): register it with rows='unknown'"):
+    with pytest.raises(BatchError, match=r"^actor.m .* \(1 -> 2, 1 -> 4\). Register it with rows='unknown'"):
         ShardTable(shards, "actor.m")
 
 

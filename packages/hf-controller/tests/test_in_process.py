@@ -162,12 +162,12 @@ def test_what_is_no_pool_or_spec_is_refused_by_name():
     with InProcessExecutor() as executor:
         for specs in ({}, [1], None, {"a": Model}, {1: WorkerSpec(worker=Model, topology=ONE)}):
             with pytest.raises(
-                ProtocolError, match=r"small.*(specs=|got no role)|the spec of a=.*a WorkerSpec|role=1: give its name"
+                ProtocolError, match=r"small.*(specs=|got no role)|the spec of a=.*a WorkerSpec|role=1. Use its name"
             ):
                 executor.build_groups(pool, specs)
-        with pytest.raises(ProtocolError, match=r"^pool=2: give a ResourcePool"):
+        with pytest.raises(ProtocolError, match=r"^pool=2. Use a ResourcePool"):
             executor.build_groups(2, {"a": WorkerSpec(worker=Model, topology=ONE)})
-        with pytest.raises(PoolError, match=r"^pools=ResourcePool\(.*: give a list of ResourcePools"):
+        with pytest.raises(PoolError, match=r"^pools=ResourcePool\(.*. Use a list of ResourcePools"):
             rebuild(executor, pool)
 
 
@@ -227,5 +227,5 @@ def test_a_cuda_pool_without_cuda_is_refused_with_what_to_do():
 
 @pytest.mark.parametrize("device", [5, "", "gpu", "meta", "cuda:x"])
 def test_a_device_that_is_none_is_refused(device):
-    with pytest.raises(ConfigError, match=rf"^device={device!r}: give \"cpu\", \"cuda\" or \"cuda:0\""):
+    with pytest.raises(ConfigError, match=rf"^device={device!r}. Use \"cpu\", \"cuda\" or \"cuda:0\""):
         InProcessExecutor(device=device)

@@ -78,7 +78,7 @@ def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
         with pytest.raises(BatchError, match="mapping of old to new"):
             future.rename(["x"])
         for columns in (3, ["x", 3], "x"):
-            with pytest.raises(BatchError, match=r"^select=.*give a list of column names"):
+            with pytest.raises(BatchError, match=r"^select=.*Use a list of column names"):
                 future.select(columns)
 
 
@@ -87,10 +87,10 @@ def test_rows_and_deadlines_are_numbers():
         group = build(executor, Stubborn)
         future, answer = group.echo(batch()), group.answer(1)
         for rows in (3, None, torch.tensor(3)):
-            with pytest.raises(BatchError, match=r"give row numbers as a list, .*; of one row, rows\(\[(3|None)\]\)$"):
+            with pytest.raises(BatchError, match=r"Use row numbers as a list, .*; of one row, rows\(\[(3|None)\]\)$"):
                 future.rows(rows)
         for rows in ("12", [1.0], [[0]], slice("a"), slice(1.5)):
-            with pytest.raises(BatchError, match=r"give row numbers >= 0|needs a slice with a stop .* whole numbers"):
+            with pytest.raises(BatchError, match=r"Use row numbers >= 0|needs a slice with a stop .* whole numbers"):
                 future.rows(rows)
         with pytest.raises(ConfigError, match=r"^timeout_s=\(int that cannot be shown\) must be a finite number"):
             future.result(timeout_s=10**5000)
@@ -186,11 +186,11 @@ def test_only_groups_are_connected():
     with InProcessExecutor() as executor:
         group = build(executor, Ending)
         for other in (3, None, "critic"):
-            with pytest.raises(ProtocolError, match=f"^connect: second={other!r}: give a WorkerGroup$"):
+            with pytest.raises(ProtocolError, match=f"^connect: second={other!r}. Use a WorkerGroup$"):
                 connect(group, other)
-            with pytest.raises(ProtocolError, match=f"^connect: first={other!r}: give a WorkerGroup$"):
+            with pytest.raises(ProtocolError, match=f"^connect: first={other!r}. Use a WorkerGroup$"):
                 connect(other, group)
-        with pytest.raises(ProtocolError, match=r"^connect: name=3: give a string$"):
+        with pytest.raises(ProtocolError, match=r"^connect: name=3. Use a string$"):
             connect(group, group, name=3)
 
 
@@ -222,7 +222,7 @@ def test_building_groups_keeps_the_programs_random_state():
     with InProcessExecutor() as executor:
         build(executor, Stubborn)
         assert torch.equal(torch.get_rng_state(), state)
-        with pytest.raises(PoolError, match="pool='x': give the ResourcePool"):
+        with pytest.raises(PoolError, match=r"pool='x'. Use the ResourcePool"):
             executor.release("x")
 
 

@@ -38,7 +38,7 @@ def test_a_larger_group_allows_one_rank_without_a_default_group():
             executor.build_groups(one, {"trained": spec(Joining, 1), "still": spec(Alone, 1)})
         still = executor.build_groups(one, {"still": spec(Alone, 1)})["still"]
         assert still.echo(larger.echo(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))).num_rows == 2
-        with pytest.raises(PoolError, match=r"^wide has 2 rank\(s\) .*, pool 'pool' has 1 slot\(s\): make them equal"):
+        with pytest.raises(PoolError, match=r"^wide has 2 rank\(s\) .*, pool 'pool' has 1 slot\(s\). Make them equal"):
             executor.build_groups(one, {"wide": spec(Joining, 2)})
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from hf_controller.data.algebra import Chunk, Concat, Rename, Repeat, Rows, Select, Union
 from hf_controller.data.expressions import Expression, Extent, Leaf, Source
-from hf_controller.groups.worker_group import know_columns, prune
+from hf_controller.data.pruning import know_columns, prune
 from hf_protocols import BatchError, RowSelection
 
 NAMES = ("a", "b", "c", "d")

@@ -17,12 +17,12 @@ def test_slots_are_numbered_machine_by_machine():
 @pytest.mark.parametrize("slots", [[], [2, 0], [-1], 2, [1.5], [True], ["2"], "2", b"2", None])
 def test_a_machine_has_slots(slots):
     given = re.escape(repr(slots))
-    with pytest.raises(PoolError, match=rf"^pool 'pool' has slots={given}: give each machine at least one"):
+    with pytest.raises(PoolError, match=rf"^pool 'pool' has slots={given}. Give each machine at least one"):
         ResourcePool(slots)
 
 
 def test_the_kind_of_device_is_known():
-    with pytest.raises(PoolError, match="device='tpu': give one of cuda, cpu"):
+    with pytest.raises(PoolError, match=r"device='tpu'. Use one of cuda, cpu"):
         ResourcePool([1], device="tpu")
 
 
@@ -44,11 +44,11 @@ def test_a_pool_is_of_one_kind():
 
 @pytest.mark.parametrize("name", [5, None, ""])
 def test_a_pool_has_a_name(name):
-    with pytest.raises(PoolError, match=r"^a pool's name=(5|None|''): give a name$"):
+    with pytest.raises(PoolError, match=r"^a pool's name=(5|None|''). Use a name$"):
         ResourcePool([1], name=name)
 
 
 @pytest.mark.parametrize("given", [{}, None, "plan.json"])
 def test_pools_are_built_from_a_plan(given):
-    with pytest.raises(PoolError, match=r"^build_pools: plan=.*: give a MappingPlan, such as MappingPlan.from_json"):
+    with pytest.raises(PoolError, match=r"^build_pools: plan=.*. Use a MappingPlan, such as MappingPlan.from_json"):
         build_pools(given)

@@ -74,7 +74,7 @@ def test_clocks_that_disagree_make_no_negative_time():
 def test_labels_that_cannot_be_written_are_refused_at_once():
     trace = Trace()
     with (
-        pytest.raises(ConfigError, match=r"^labels=\{'step': .*give texts and finite numbers"),
+        pytest.raises(ConfigError, match=r"^labels=\{'step': .*Use texts and finite numbers"),
         trace.label(step=object()),
     ):
         pass
@@ -82,7 +82,7 @@ def test_labels_that_cannot_be_written_are_refused_at_once():
     for _ in range(5000):
         nested = [nested]
     for value in (10**5000, float("nan"), nested):
-        with pytest.raises(ConfigError, match=r"^labels=.*give texts and finite numbers"), trace.label(step=value):
+        with pytest.raises(ConfigError, match=r"^labels=.*Use texts and finite numbers"), trace.label(step=value):
             pass
     given = [1]
     with trace.label(step=given):

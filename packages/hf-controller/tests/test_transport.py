@@ -111,13 +111,13 @@ def test_a_batch_has_rows():
 @pytest.mark.parametrize(
     ("convert", "message"),
     [
-        (lambda x: x.to_sparse(), r"column 'x' is sparse_coo: make it dense, with .to_dense\(\)"),
-        (lambda x: x.to_sparse_csr(), r"column 'x' is sparse_csr: make it dense, with .to_dense\(\)"),
-        (lambda x: x.to("meta"), "column 'x' is on the device meta and has no values: compute it first"),
-        (lambda x: x.to(torch.complex32), r"column 'x' is complex32, .*: make it another type, with .to\(dtype\)"),
+        (lambda x: x.to_sparse(), r"column 'x' is sparse_coo. Make it dense, with .to_dense\(\)"),
+        (lambda x: x.to_sparse_csr(), r"column 'x' is sparse_csr. Make it dense, with .to_dense\(\)"),
+        (lambda x: x.to("meta"), "column 'x' is on the device meta and has no values. Compute it first"),
+        (lambda x: x.to(torch.complex32), r"column 'x' is complex32, .*. Make it another type, with .to\(dtype\)"),
         (
             lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-            r"column 'x' is quantized: make it numbers, with .dequantize\(\)",
+            r"column 'x' is quantized. Make it numbers, with .dequantize\(\)",
         ),
     ],
 )

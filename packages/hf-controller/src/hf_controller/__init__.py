@@ -1,6 +1,5 @@
 """A single controller over SPMD worker groups, with direct worker-to-worker data flow.
 
-`hf` stands for HybridFlow, not Hugging Face.
 What must not live here: models, losses, and the names of roles or of their columns.
 """
 

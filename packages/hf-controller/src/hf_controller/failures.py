@@ -24,7 +24,7 @@ __all__ = [
     "went_alike",
 ]
 
-CLOSED = "this executor is closed: make another, and ask for results before the end of its `with` block"
+CLOSED = "this executor is closed. Make another, and ask for results before the end of its `with` block"
 
 
 class Deadline(NamedTuple):

@@ -151,7 +151,7 @@ class Trace:
         try:
             kept = json.loads(json.dumps(labels, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"labels={show(labels)}: give texts and finite numbers ({error})") from error
+            raise ConfigError(f"labels={show(labels)}. Use texts and finite numbers ({error})") from error
         before, self.labels = self.labels, {**self.labels, **kept}
         try:
             yield

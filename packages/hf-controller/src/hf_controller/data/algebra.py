@@ -154,7 +154,7 @@ class Concat(Expression):
                 raise BatchError(
                     f"concat needs the same columns in every part; only the first has "
                     f"{list_columns(set(first) - set(columns))}, only number {number} has "
-                    f"{list_columns(set(columns) - set(first))}: use .select(...) or .rename(...) first"
+                    f"{list_columns(set(columns) - set(first))}. Use .select(...) or .rename(...) first"
                 )
         return first
 
@@ -182,7 +182,7 @@ class Union(Expression):
             sides = zip(below, self.children(), strict=True)
             left, right = (f"{count} (columns {list_columns(side.columns(extents))})" for count, side in sides)
             raise BatchError(
-                f"union needs equally many rows on both sides, got {left} and {right}: use .repeat(n) or .rows(...) "
+                f"union needs equally many rows on both sides, got {left} and {right}. Use .repeat(n) or .rows(...) "
                 "first"
             )
         return below[0]

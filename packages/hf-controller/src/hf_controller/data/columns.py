@@ -133,7 +133,7 @@ def _ask(value: Any, name: str, what: str) -> tuple[str, ...]:
     with raised_as(lambda error: ProtocolError(f"{attribute} raised {type(error).__name__}: {error}")):
         columns = getattr(value, name)
     if not isinstance(columns, str | tuple | list):
-        raise ProtocolError(f"{attribute}={show(columns)}: give a tuple of column names")
+        raise ProtocolError(f"{attribute}={show(columns)}. Use a tuple of column names")
     return _check.columns(attribute, columns, may_lack=name == "reads")
 
 

@@ -348,7 +348,7 @@ def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection
             counts = ", ".join(f"{len(rows)} -> {s.num_rows}" for s, rows in zip(shards, selections, strict=True))
             raise BatchError(
                 f"{maker} is registered with rows='times' and made another number of rows of an input row on each rank "
-                f"({counts}): register it with rows='unknown'"
+                f"({counts}). Register it with rows='unknown'"
             )
         collection = Collection(ranks=tuple(range(len(shards))), combine="concat")
         return compute_held_rows(collection, selections, shards[0].input_rows, times=times)
@@ -364,7 +364,7 @@ def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> No
     kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
     if len(kinds) > 1:
         raise BatchError(
-            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}: make them alike, with .to(dtype) or a "
+            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}. Make them alike, with .to(dtype) or a "
             "reshape in "
             "the method that returns it"
         )

@@ -107,7 +107,7 @@ class BatchFuture:
         """Returns `count` consecutive parts whose sizes differ by at most one, larger first; 2**20 parts at most."""
         _check_batch.count("split: count", count)
         if count > _MAX_PARTS:
-            raise BatchError(f"split: count={show(count)} is more than {_MAX_PARTS} parts, each a future: give fewer")
+            raise BatchError(f"split: count={show(count)} is more than {_MAX_PARTS} parts, each a future. Use fewer")
         return tuple(self._with(Chunk(self._expression, index, count)) for index in range(count))
 
     def repeat(self, times: int) -> BatchFuture:
@@ -129,7 +129,7 @@ class BatchFuture:
     def rename(self, names: Mapping[str, str]) -> BatchFuture:
         """Renames some columns: `{old: new}`."""
         if not isinstance(names, Mapping):
-            raise BatchError(f"rename({show(names)}): give a mapping of old to new column names")
+            raise BatchError(f"rename({show(names)}). Use a mapping of old to new column names")
         _check_batch.columns("the names in rename", [*names, *names.values()], may_lack=False)
         return self._with(Rename(self._expression, tuple(names.items())))
 
@@ -212,7 +212,7 @@ class BatchFuture:
     def _expression_of(self, other: object, what: str) -> Expression:
         if not isinstance(other, BatchFuture):
             raise BatchError(
-                f"{what} joins futures, got a {type(other).__name__}: put a TensorDict first, with executor.put(batch)"
+                f"{what} joins futures, got a {type(other).__name__}. Put a TensorDict first, with executor.put(batch)"
             )
         if other.store is not self._store:  # to describe a batch is to walk its tree, which a loop may have built
             refuse_foreign(other, self._store, f"{what} with a batch of {self._expression.describe_makers()}")
@@ -333,13 +333,13 @@ def as_selection(index: Iterable[int] | slice | RowSelection) -> RowSelection:
     rows = index.tolist() if hasattr(index, "tolist") else index
     if not isinstance(rows, Iterable):
         raise BatchError(
-            f"rows({show(index)}): give row numbers as a list, range, slice, tensor or array; of one row, "
+            f"rows({show(index)}). Use row numbers as a list, range, slice, tensor or array; of one row, "
             f"rows([{show(rows)}])"
         )
     rows = list(rows)
     wrong = next((row for row in rows if _is_flag(row) or not hasattr(row, "__index__") or row < 0), None)
     if wrong is not None:
-        raise BatchError(f"rows(...) got {show(wrong)}: give row numbers >= 0 (of a mask, those of its true entries)")
+        raise BatchError(f"rows(...) got {show(wrong)}. Use row numbers >= 0 (of a mask, those of its true entries)")
     return RowSelection.from_rows(map(int, rows))
 
 
@@ -370,7 +370,7 @@ def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
         made_by = value.expression.describe_makers() if isinstance(value, BatchFuture) else value.maker
         raise ProtocolError(
             f"{what} belongs to one executor (its store is a {type(store).__name__}) and got a {type(value).__name__} "
-            f"of another (of {made_by}, in a {type(value.store).__name__}): build both with one executor, or give its "
+            f"of another (of {made_by}, in a {type(value.store).__name__}). Build both with one executor, or give its "
             ".result()"
         )
 

@@ -27,7 +27,7 @@ from hf_protocols import RowSelection, route
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["Assembly", "BatchReader", "ColumnRuns", "Holding", "Part", "ShardCache", "Taken"]
+__all__ = ["Assembly", "BatchReader", "CachedShard", "ColumnRead", "ColumnRuns", "Part", "ShardCache"]
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
@@ -136,11 +136,13 @@ class BatchReader:
         """Columns that were written in place since they were read, though others share their memory."""
         return self._holder.written_columns()
 
-    def _locate(self, expression: Expression, rows: RowSelection, columns: Sequence[str]) -> dict[str, list[Taken]]:
+    def _locate(
+        self, expression: Expression, rows: RowSelection, columns: Sequence[str]
+    ) -> dict[str, list[ColumnRead]]:
         """For every column the shards' local rows, in order."""
         located = expression.locate(rows, columns, self.extents)
         routes: dict[tuple[Source, int], list[tuple[Shard, RowSelection]]] = {}
-        taken: dict[str, list[Taken]] = {}
+        taken: dict[str, list[ColumnRead]] = {}
         for name, segments in located.items():
             taken[name] = []
             for segment in segments:
@@ -148,12 +150,12 @@ class BatchReader:
                 key = (segment.source, id(segment.rows))
                 if key not in routes:
                     routes[key] = self._tables[segment.source].find(segment.rows)
-                taken[name] += [Taken(shard, segment.column, local) for shard, local in routes[key]]
+                taken[name] += [ColumnRead(shard, segment.column, local) for shard, local in routes[key]]
             parts = [(each.column, len(each.rows)) for each in taken[name]]
             check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
         return taken
 
-    def _build(self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]) -> torch.Tensor:
+    def _build(self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]]) -> torch.Tensor:
         assembly, firsts = self._assemble(taken, held)
         arrays = [held[first][0].values(taken[first].name) for first in firsts]
         lengths = [
@@ -170,17 +172,17 @@ class BatchReader:
         return shape.fill(values)
 
     def _assemble(
-        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]]
+        self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]]
     ) -> tuple[Assembly, list[int]]:
         """The assembly of a column, one for all columns with the same rows, and where each array first stands."""
-        numbers: dict[tuple[Holding, str], int] = {}
+        numbers: dict[tuple[CachedShard, str], int] = {}
         parts = []
         firsts = []
-        for index, (each, (holding, rows)) in enumerate(zip(taken, held, strict=True)):
-            if (holding, each.name) not in numbers:
-                numbers[holding, each.name] = len(numbers)
+        for index, (each, (cached, rows)) in enumerate(zip(taken, held, strict=True)):
+            if (cached, each.name) not in numbers:
+                numbers[cached, each.name] = len(numbers)
                 firsts.append(index)
-            parts.append(Part(numbers[holding, each.name], rows))
+            parts.append(Part(numbers[cached, each.name], rows))
         if tuple(parts) not in self._assemblies:
             self._assemblies[tuple(parts)] = Assembly(parts)
         return self._assemblies[tuple(parts)], firsts
@@ -192,7 +194,7 @@ def _count_bytes(column: Any) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Taken:
+class ColumnRead:
     """Local rows taken from one column of one shard, in order."""
 
     shard: Shard
@@ -205,7 +207,7 @@ class Taken:
         return self.shard.columns[self.name]
 
 
-class Holding:
+class CachedShard:
     """Arrays of a shard that are here, as tensors.
 
     Args:
@@ -245,15 +247,15 @@ class ShardCache:
         self.bytes_from_afar = 0
         self._store = store
         self._timeout_s = timeout_s
-        self._whole: dict[Shard, Holding] = {}
-        self._slices: dict[tuple[Shard, RowSelection], dict[str, Holding]] = {}
+        self._whole: dict[Shard, CachedShard] = {}
+        self._slices: dict[tuple[Shard, RowSelection], dict[str, CachedShard]] = {}
 
-    def hold(self, wanted: Sequence[Taken]) -> list[tuple[Holding, RowSelection]]:
+    def hold(self, wanted: Sequence[ColumnRead]) -> list[tuple[CachedShard, RowSelection]]:
         """For each of `wanted` the arrays that have it, and its rows in them."""
-        by_shard: dict[Shard, list[Taken]] = {}
+        by_shard: dict[Shard, list[ColumnRead]] = {}
         for each in wanted:
             by_shard.setdefault(each.shard, []).append(each)
-        sliced: dict[Taken, RowSelection] = {}
+        sliced: dict[ColumnRead, RowSelection] = {}
         for shard, taken in by_shard.items():
             if self._pays_to_slice(shard, taken):
                 covers = _cover(taken)
@@ -264,7 +266,7 @@ class ShardCache:
             for each in wanted
         ]
 
-    def lengths(self, wanted: Sequence[Taken]) -> list[torch.Tensor]:
+    def lengths(self, wanted: Sequence[ColumnRead]) -> list[torch.Tensor]:
         """Tokens of every row of each one's shard; of far shards nothing else is fetched."""
         far = [each for each in wanted if each.shard not in self._whole and self._store.is_far(each.shard.origin)]
         self._fetch([each.shard for each in wanted if each not in far], {})
@@ -280,17 +282,17 @@ class ShardCache:
 
     def written_columns(self) -> list[str]:
         """Columns whose shared memory was written in place since they were fetched, by torch's count of such writes."""
-        holdings = [*self._whole.values(), *(h for by_name in self._slices.values() for h in by_name.values())]
-        return sorted({name for each in holdings for name, tensor in each.tensors.items() if tensor._version})
+        cached_shards = [*self._whole.values(), *(h for by_name in self._slices.values() for h in by_name.values())]
+        return sorted({name for each in cached_shards for name, tensor in each.tensors.items() if tensor._version})
 
-    def _pays_to_slice(self, shard: Shard, taken: Sequence[Taken]) -> bool:
+    def _pays_to_slice(self, shard: Shard, taken: Sequence[ColumnRead]) -> bool:
         """Not for a shard that is taken as a whole: that one moves in one piece."""
         if shard in self._whole or not self._store.is_far(shard.origin):
             return False
         everything = RowSelection.range(0, shard.num_rows)
         return {each.name for each in taken} != set(shard.columns) or any(each.rows != everything for each in taken)
 
-    def _fetch(self, whole: Iterable[Shard], sliced: Mapping[Taken, RowSelection]) -> None:
+    def _fetch(self, whole: Iterable[Shard], sliced: Mapping[ColumnRead, RowSelection]) -> None:
         shards = [shard for shard in dict.fromkeys(whole) if shard not in self._whole]
         columns: dict[tuple[Shard, RowSelection], dict[str, Column]] = {}
         for taken, cover in sliced.items():
@@ -309,24 +311,24 @@ class ShardCache:
 
     def _keep_whole(self, shard: Shard, arrays: Sequence[Any]) -> None:
         by_name = {name: arrays[column.position] for name, column in shard.columns.items()}
-        self._whole[shard] = Holding(shard.columns, by_name, dict(enumerate(arrays)))
+        self._whole[shard] = CachedShard(shard.columns, by_name, dict(enumerate(arrays)))
         if self._store.is_far(shard.origin):
             self.bytes_from_afar += shard.num_bytes
 
     def _keep_slice(self, shard: Shard, cover: RowSelection, columns: Mapping[str, Column], reply: SliceReply) -> None:
-        holding = Holding(shard.columns, dict(zip(columns, reply.values, strict=True)), reply.lengths)
-        self._slices.setdefault((shard, cover), {}).update(dict.fromkeys(columns, holding))
+        cached = CachedShard(shard.columns, dict(zip(columns, reply.values, strict=True)), reply.lengths)
+        self._slices.setdefault((shard, cover), {}).update(dict.fromkeys(columns, cached))
         self.bytes_from_afar += sum(values.nbytes for values in reply.values)
 
-    def _find_slice(self, taken: Taken, cover: RowSelection) -> tuple[Holding, RowSelection]:
-        holding = self._slices[taken.shard, cover][taken.name]
+    def _find_slice(self, taken: ColumnRead, cover: RowSelection) -> tuple[CachedShard, RowSelection]:
+        cached = self._slices[taken.shard, cover][taken.name]
         if taken.rows == cover:
-            return holding, RowSelection.range(0, len(cover))
+            return cached, RowSelection.range(0, len(cover))
         pieces = route({0: cover}, [taken.rows]).pieces[0]
-        return holding, pieces[0].rows if pieces else RowSelection()
+        return cached, pieces[0].rows if pieces else RowSelection()
 
 
-def _cover(taken: Sequence[Taken]) -> dict[str, RowSelection]:
+def _cover(taken: Sequence[ColumnRead]) -> dict[str, RowSelection]:
     """The rows that are taken of each column of a shard, each once and ascending."""
     selections: dict[str, list[RowSelection]] = {}
     for each in taken:
@@ -339,7 +341,7 @@ def _cover(taken: Sequence[Taken]) -> dict[str, RowSelection]:
     }
 
 
-def _lengths_of(taken: Taken) -> int:
+def _lengths_of(taken: ColumnRead) -> int:
     assert taken.column.lengths is not None
     return taken.column.lengths
 
@@ -471,12 +473,12 @@ class ColumnRuns:
     """
 
     def __init__(
-        self, taken: Sequence[Taken], held: Sequence[tuple[Holding, RowSelection]], shapes: JaggedShapes
+        self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]], shapes: JaggedShapes
     ) -> None:
         self._shapes = shapes
         self._runs = [
-            (each, holding, start, stop)
-            for each, (holding, rows) in zip(taken, held, strict=True)
+            (each, cached, start, stop)
+            for each, (cached, rows) in zip(taken, held, strict=True)
             for start, stop in rows.intervals
         ]
         self._empty = (taken[0], held[0][0], 0, 0)
@@ -490,13 +492,13 @@ class ColumnRuns:
     def view(self, start: int, stop: int) -> torch.Tensor:
         """Rows `start` to `stop - 1` of the column, which lie within one run."""
         run = bisect_right(self._ends, start) if start < stop else -1
-        taken, holding, first, last = self._runs[run] if run >= 0 else self._empty
+        taken, cached, first, last = self._runs[run] if run >= 0 else self._empty
         offset = 0 if run <= 0 else self._ends[run - 1]
         low, high = first + start - offset, first + stop - offset
         assert run < 0 or high <= last
-        values = holding.values(taken.name)
+        values = cached.values(taken.name)
         if taken.column.lengths is None:
             return values[low:high]
-        lengths = holding.lengths(taken.column.lengths)
+        lengths = cached.lengths(taken.column.lengths)
         begin, shape = int(lengths[:low].sum()), self._shapes.of(lengths[low:high])
         return shape.fill(values[begin : begin + int(shape.offsets[-1])])

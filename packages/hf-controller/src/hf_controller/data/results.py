@@ -72,14 +72,14 @@ def publish(
 
     if not isinstance(returned, TensorDictBase):
         raise ProtocolError(
-            f"{what} is registered with returns='batch' and returned a {type(returned).__name__}: "
-            "return a TensorDict, or register it with returns='metrics' or returns='object'"
+            f"{what} is registered with returns='batch' and returned a {type(returned).__name__}. "
+            "Return a TensorDict, or register it with returns='metrics' or returns='object'"
         )
     if columns.writes is not None and set(returned.keys()) != set(columns.writes):
         said = f"is registered with writes={list(columns.writes)}"
         if columns.writer is not None:
             said = f"got {columns.writer}.writes={list(columns.writes)}"
-        raise BatchError(f"{what} {said} and returned the columns {sorted(map(str, returned.keys()))}: make both agree")
+        raise BatchError(f"{what} {said} and returned the columns {sorted(map(str, returned.keys()))}. Make both agree")
     follows = selection if spec.rows != "unknown" else None
     shard = encode_batch(returned, store, selection=follows, input_rows=input_rows if follows is not None else 0)
     if follows is not None:
@@ -101,7 +101,7 @@ def encode_batch(
     if not isinstance(batch, TensorDictBase):
         raise BatchError(f"a batch is a TensorDict with batch_size [rows], got a {type(batch).__name__}")
     if len(batch.batch_size) != 1:
-        raise BatchError(f"a batch has batch_size [rows], got {list(batch.batch_size)}: flatten or unsqueeze it first")
+        raise BatchError(f"a batch has batch_size [rows], got {list(batch.batch_size)}. Flatten or unsqueeze it first")
     arrays: list[torch.Tensor] = []
     lengths: dict[str, torch.Tensor] = {}
     names = [str(name) for name in batch.keys()]  # noqa: SIM118 - a TensorDict iterates its rows
@@ -137,7 +137,7 @@ def _get_column(batch: TensorDict, name: str) -> Any:
         return batch.get(name)
     except RuntimeError as error:  # a lazy stack of rows of different shapes
         raise BatchError(
-            f"column {name} has rows of different shapes, which make no tensor: give rows of different lengths as a "
+            f"column {name} has rows of different shapes, which make no tensor. Use rows of different lengths as a "
             "jagged nested tensor"
         ) from error
 
@@ -161,13 +161,13 @@ def _as_number(value: Any) -> float:
 def _check_rows(num_rows: int, num_inputs: int, spec: MethodSpec, what: str) -> None:
     if spec.rows == "same" and num_rows != num_inputs:
         raise BatchError(
-            f"{what} is registered with rows='same', got {num_inputs} rows and returned {num_rows}: "
-            "return one row for each, or register it with rows='times' or rows='unknown'"
+            f"{what} is registered with rows='same', got {num_inputs} rows and returned {num_rows}. "
+            "Return one row for each, or register it with rows='times' or rows='unknown'"
         )
     if spec.rows == "times" and (num_inputs == 0 or num_rows % num_inputs):
         raise BatchError(
             f"{what} is registered with rows='times', got {num_inputs} rows and returned {num_rows}, which is not a "
-            "multiple: return equally many rows for each, or register it with rows='unknown'"
+            "multiple. Return equally many rows for each, or register it with rows='unknown'"
         )
 
 
@@ -177,16 +177,16 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
 
     if not isinstance(value, torch.Tensor):
         raise BatchError(
-            f"column {show(name)} is a {type(value).__name__}; a batch has tensors only: "
-            "encode text as a jagged uint8 column, and flatten nested TensorDicts"
+            f"column {show(name)} is a {type(value).__name__}; a batch has tensors only. "
+            "Encode text as a jagged uint8 column, and flatten nested TensorDicts"
         )
     if not value.is_nested:
         _check_storable(name, value)
         return value.detach().cpu().resolve_conj().resolve_neg().contiguous(), None
     if value.layout is not torch.jagged or getattr(value, "_ragged_idx", 1) != 1:
         raise BatchError(
-            f"column {show(name)} is a nested tensor that is not jagged in dim 1: "
-            "make it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
+            f"column {show(name)} is a nested tensor that is not jagged in dim 1. "
+            "Make it with torch.nested.nested_tensor(rows, layout=torch.jagged)"
         )
     jagged: Any = value  # torch answers for it in Python, call by call
     packed = jagged.values().detach()
@@ -200,8 +200,8 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
         packed = torch.cat([packed[:0], *(packed[start : start + length] for start, length in bounds)])
     if int(lengths.sum()) != len(packed):
         raise BatchError(
-            f"column {show(name)} has rows of {int(lengths.sum())} elements together and values for {len(packed)}: "
-            "give offsets and lengths that lie inside the values"
+            f"column {show(name)} has rows of {int(lengths.sum())} elements together and values for {len(packed)}. "
+            "Use offsets and lengths that lie inside the values"
         )
     return packed.cpu().resolve_conj().resolve_neg().contiguous(), lengths.cpu().to(torch.int32)
 
@@ -211,14 +211,14 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
     import torch
 
     if value.is_meta:
-        raise BatchError(f"column {show(name)} is on the device meta and has no values: compute it first")
+        raise BatchError(f"column {show(name)} is on the device meta and has no values. Compute it first")
     if value.layout is not torch.strided:
         layout = str(value.layout).removeprefix("torch.")
-        raise BatchError(f"column {show(name)} is {layout}: make it dense, with .to_dense()")
+        raise BatchError(f"column {show(name)} is {layout}. Make it dense, with .to_dense()")
     if value.is_quantized:
-        raise BatchError(f"column {show(name)} is quantized: make it numbers, with .dequantize()")
+        raise BatchError(f"column {show(name)} is quantized. Make it numbers, with .dequantize()")
     if value.dtype is torch.complex32:
-        raise BatchError(f"column {show(name)} is complex32, which numpy lacks: make it another type, with .to(dtype)")
+        raise BatchError(f"column {show(name)} is complex32, which numpy lacks. Make it another type, with .to(dtype)")
 
 
 def _append_once(arrays: list[torch.Tensor], row_lengths: torch.Tensor, begin: int) -> int:

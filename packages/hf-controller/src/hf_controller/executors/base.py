@@ -81,8 +81,8 @@ class Executor(Dispatcher):
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
         """Join two groups in one process group; see `hf_controller.connect`."""
         raise ProtocolError(
-            f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}: "
-            "use RayExecutor"
+            f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}. "
+            "Use RayExecutor"
         )
 
     @contextmanager
@@ -155,7 +155,7 @@ class Executor(Dispatcher):
         taken = sorted({role for roles in self.built_on(pool) for role in roles} & set(specs))
         if taken:
             raise ProtocolError(
-                f"pool {show(pool.name)} has a group {', '.join(taken)} already: choose another name, or "
+                f"pool {show(pool.name)} has a group {', '.join(taken)} already. Choose another name, or "
                 "release the pool "
                 "first"
             )
@@ -182,7 +182,7 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
     wanted = "{role: WorkerSpec(...)}"
     _check_protocol.kind(f"build_groups on pool {show(pool.name)}: specs", specs, Mapping, wanted)
     if not specs:
-        raise ProtocolError(f"build_groups on pool {show(pool.name)} got no role: give {wanted}")
+        raise ProtocolError(f"build_groups on pool {show(pool.name)} got no role. Use {wanted}")
     for role, spec in specs.items():
         _check_protocol.kind("role", role, str, "its name")
         _check_protocol.kind(f"the spec of {role}", spec, WorkerSpec, "a WorkerSpec")
@@ -191,7 +191,7 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
             sum_of = f"{' + '.join(map(str, pool.slots))} = " if len(pool.slots) > 1 else ""
             raise PoolError(
                 f"{role} has {spec.topology.world_size} rank(s) (pp * tp * cp * dp), pool {show(pool.name)} has "
-                f"{sum_of}{pool.num_slots} slot(s): make them equal, or give the role a pool of its own"
+                f"{sum_of}{pool.num_slots} slot(s). Make them equal, or give the role a pool of its own"
             )
     layouts = {(spec.topology.train, spec.topology.order) for spec in specs.values()}
     if not fused or len(layouts) == 1:
@@ -201,7 +201,7 @@ def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: b
         described = "; ".join(f"{role} is {_describe_layout(spec.topology)}" for role, spec in specs.items())
         raise ProtocolError(
             f"{', '.join(rigid)} cannot share processes with roles of another layout, because the library keeps its "
-            f"layout in globals (pp-tp-dp: {described}): give them one layout, or build them without fused=True"
+            f"layout in globals (pp-tp-dp: {described}). Give them one layout, or build them without fused=True"
         )
 
 

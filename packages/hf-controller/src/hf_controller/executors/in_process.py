@@ -177,7 +177,7 @@ class InProcessExecutor(Executor):
     def __init__(self, *, device: str | None = None) -> None:
         super().__init__()
         if device is not None and not _DEVICE.fullmatch(str(device)):
-            raise ConfigError(f'device={show(device)}: give "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
+            raise ConfigError(f'device={show(device)}. Use "cpu", "cuda" or "cuda:0", or None for the pool\'s kind')
         self.call_timeout_s = 600.0
         self.failure_log = FailureLog()
         self.trace = Trace(self.failure_log.take_spans)
@@ -350,7 +350,7 @@ class InProcessExecutor(Executor):
 
         if self._device_of(pool) != "cpu" and not torch.cuda.is_available():
             raise PoolError(
-                f"pool {pool.name!r} wants {self._device_of(pool)} and torch finds no CUDA device here: give "
+                f"pool {pool.name!r} wants {self._device_of(pool)} and torch finds no CUDA device here. Use "
                 'ResourcePool(..., device="cpu"), or install a CUDA build of torch'
             )
 

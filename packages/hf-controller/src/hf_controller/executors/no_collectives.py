@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from torch import distributed
 
-from hf_controller.groups.default_group import is_only_group, plain_tracebacks
+from hf_controller.groups.default_group import is_only_group, name_group, plain_tracebacks
 from hf_protocols import ProtocolError
 
 __all__ = ["RanksInTurn"]
@@ -109,7 +109,7 @@ def _join(rank: int, world_size: int) -> Any:
 def _create(store: Any, rank: int, world_size: int, timeout: timedelta) -> Any:
     group = _NoCollectives(rank, world_size)
     group.acting_rank = rank
-    group._set_group_name(_BACKEND)
+    name_group(group, _BACKEND)
     return group
 
 
@@ -117,7 +117,7 @@ def _refuse(name: str) -> Callable[..., None]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
         raise ProtocolError(
             f"a collective ({name}) was called on rank {self.rank()} of {self.size()}, but an in-process group of "
-            "several ranks runs them one after another: use RayExecutor, or a topology of one rank"
+            "several ranks runs them one after another. Use RayExecutor, or a topology of one rank"
         )
 
     return refuse

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_controller.data.algebra import Select
 from hf_controller.data.columns import CallColumns, columns_of
 from hf_controller.data.expressions import ShardTable, Source
 from hf_controller.data.gather import BatchReader
@@ -236,10 +235,9 @@ class RankRuntime:
             for position, value in enumerate(given):
                 if isinstance(value, BatchArgument):
                     expression = value.expression
-                    if columns.readers:
-                        columns.check(expression.columns(reader.extents), expression)
-                    if columns.reads is not None:
-                        expression = Select(expression, columns.reads)
+                    if columns.readers:  # their error names all columns that are there, below those that are read
+                        whole = expression if columns.reads is None else expression.children()[0]
+                        columns.check(whole.columns(reader.extents), whole)
                     values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
         finally:
             progress.bytes_read, progress.bytes_from_afar = reader.bytes_read, reader.bytes_from_afar

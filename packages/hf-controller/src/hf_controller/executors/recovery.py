@@ -55,7 +55,7 @@ def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, Work
     standing = {pool: executor.built_on(pool) for pool in pools}
     empty = [pool.name for pool, sets in standing.items() if not sets]
     if empty:
-        raise PoolError(f"no group is on pool {', '.join(map(repr, empty))}: use build_groups(...)")
+        raise PoolError(f"no group is on pool {', '.join(map(repr, empty))}. Use build_groups(...)")
     roles = [role for sets in standing.values() for specs in sets for role in specs]
     twice = sorted({role for role in roles if roles.count(role) > 1})
     if twice:

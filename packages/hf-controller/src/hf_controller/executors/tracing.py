@@ -111,7 +111,7 @@ class TracingExecutor(Executor):
         self.failure_log = FailureLog()
         self.trace = Trace(self.failure_log.take_spans)
         self.call_timeout_s = 0.0
-        # Nothing is stored: the object only tells the futures of one executor from those of another.
+        # Nothing is stored: the object only distinguishes the futures of one executor from those of another.
         self._store = cast("ObjectStore", _NothingStored())
         self._max_calls = max_calls
         self._built: dict[ResourcePool, list[dict[str, WorkerSpec]]] = {}
@@ -180,7 +180,7 @@ class TracingExecutor(Executor):
             )
         columns = columns_of(call.columns, spec)
         if spec.returns == "batch" and columns.writes is None:
-            raise ConfigError(f"{what} does not say which columns it returns: register it with writes=[...]")
+            raise ConfigError(f"{what} does not say which columns it returns. Register it with writes=[...]")
         values = (*call.args, *call.kwargs.values())
         batches = [value.expression for value in values if isinstance(value, BatchArgument)]
         reads, num_rows = _locate(what, columns.reads, batches)

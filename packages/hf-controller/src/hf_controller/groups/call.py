@@ -99,7 +99,7 @@ def _refuse_unsplit(call: Call, spec: MethodSpec, topology: Topology, function: 
         whole = "what every rank needs whole goes to a method of ONE_TO_ALL, or next to a batch"
     raise ProtocolError(
         f"{call.role}.{call.method} splits rows by {spec.protocol.name} and got a {type(value).__name__} as argument "
-        f"{name}, which every rank would get whole: give TensorDict({{'name': value}}, batch_size=[rows]), texts as "
+        f"{name}, which every rank would get whole. Use TensorDict({{'name': value}}, batch_size=[rows]), texts as "
         f"token ids, to have its rows split; {whole}"
     )
 

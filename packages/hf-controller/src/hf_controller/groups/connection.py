@@ -35,7 +35,7 @@ def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None)
         _check.kind(f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
     _check.kind("connect: name", name, str | None, "a string")
     if first.executor is not second.executor:
-        raise ProtocolError(f"{first.role} and {second.role} belong to different executors: build both with one")
+        raise ProtocolError(f"{first.role} and {second.role} belong to different executors. Build both with one")
     name = name or f"{first.role}-{second.role}"
     first.executor.connect(first, second, name)
     return name

@@ -1,4 +1,4 @@
-"""Process groups of `torch.distributed`: the default one of a host set, joint ones of two groups, and the seeds.
+"""Process groups of `torch.distributed`: the default one of an actor group, joint ones of two groups, and the seeds.
 
 No other module of this package uses torch's internals of process groups.
 """
@@ -26,6 +26,7 @@ __all__ = [
     "join_default_group",
     "join_joint_group",
     "leave_joint_group",
+    "name_group",
     "open_rendezvous",
     "plain_tracebacks",
     "seed_generators",
@@ -45,7 +46,7 @@ class Rendezvous:
     Attributes:
         address: of the rank that listens.
         port: where it listens.
-        token: tells it from an earlier one at the same address and port.
+        token: distinguishes it from an earlier one at the same address and port.
     """
 
     address: str
@@ -182,7 +183,7 @@ def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
             raise WorkerTimeoutError("the connection was given up")
         if time.monotonic() > ends_s:
             raise WorkerTimeoutError(
-                f"{arrived} of {world_size} ranks met within {timeout_s:g} s: raise collective_timeout_s (of a run: "
+                f"{arrived} of {world_size} ranks met within {timeout_s:g} s. Raise collective_timeout_s (of a run: "
                 "cluster.call_timeout_s)"
             )
         time.sleep(_POLL_S)
@@ -200,6 +201,11 @@ def is_only_group(group: Any) -> bool:
     from torch.distributed import distributed_c10d as c10d
 
     return c10d._world.default_pg is group and len(c10d._world.pg_map) == 1
+
+
+def name_group(group: Any, name: str) -> None:
+    """Gives a process group that is not one of torch's the name that torch looks it up by."""
+    group._set_group_name(name)
 
 
 def seed_generators(seed: int) -> None:

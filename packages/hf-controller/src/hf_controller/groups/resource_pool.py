@@ -36,7 +36,7 @@ class ResourcePool:
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
         _check.name("a pool's name", name)
         if device not in get_args(Device):
-            raise PoolError(f"pool {show(name)} has device={show(device)}: give one of {', '.join(get_args(Device))}")
+            raise PoolError(f"pool {show(name)} has device={show(device)}. Use one of {', '.join(get_args(Device))}")
         self.slots = _read_slots(slots, name)
         self.device = device
         self.name = name
@@ -59,7 +59,7 @@ def _read_slots(slots: object, name: str) -> tuple[int, ...]:
     counts = tuple(slots) if isinstance(slots, Iterable) and not isinstance(slots, _NO_LISTS) else ()
     if not counts or not all(type(count) is int and count >= 1 for count in counts):
         raise PoolError(
-            f"pool {show(name)} has slots={show(slots)}: give each machine at least one, a list of whole "
+            f"pool {show(name)} has slots={show(slots)}. Give each machine at least one, a list of whole "
             "numbers such as [8, 8]"
         )
     return counts
@@ -77,7 +77,7 @@ def build_pools(plan: MappingPlan) -> dict[str, ResourcePool]:
         on_host = {machine.gpu_kind == "cpu" for machine in pool.machines}
         if len(on_host) != 1:
             kinds = ", ".join(machine.gpu_kind for machine in pool.machines)
-            raise PoolError(f"pool {show(pool.name)} mixes host slots and GPUs ({kinds}): give each its own pool")
+            raise PoolError(f"pool {show(pool.name)} mixes host slots and GPUs ({kinds}). Give each its own pool")
         slots = [machine.slots for machine in pool.machines]
         pools[pool.name] = ResourcePool(slots, device="cpu" if on_host == {True} else "cuda", name=pool.name)
     return pools

@@ -129,7 +129,7 @@ def construct_worker(spec: WorkerSpec, context: WorkerContext) -> Worker:
     worker = spec.worker(context, **spec.kwargs)
     if getattr(worker, "context", None) is not context:
         raise ProtocolError(
-            f"{type(worker).__name__}.__init__ leaves the worker without its context: call super().__init__(context)"
+            f"{type(worker).__name__}.__init__ leaves the worker without its context. Call super().__init__(context)"
         )
     return worker
 
@@ -199,4 +199,4 @@ class WorkerSpec:
             _check.kind(f"{what}environment: name", name or None, str, "a string")
             if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
                 why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
-                raise ProtocolError(f"{what}environment has {show(name)}={show(value)}: leave it out, {why}")
+                raise ProtocolError(f"{what}environment has {show(name)}={show(value)}. Leave it out, {why}")

@@ -15,21 +15,21 @@ from hf_controller.data.futures import BatchFuture
 from hf_controller.testing._declared import DECLARED_COLUMNS
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises, sum_tokens
 from hf_controller.testing._mistakes import (
-    a_failed_input_is_passed_on_as_the_first_failure,
-    a_future_inside_a_container_is_refused,
-    a_protocol_that_gives_rows_beyond_the_batch_is_named,
-    an_exception_comes_back_as_what_it_is,
-    an_exception_that_cannot_be_shown_is_an_error_all_the_same,
-    an_unknown_method_names_the_known_ones,
-    fewer_rows_than_ranks_is_an_error_with_both_numbers,
-    results_are_held_to_their_registration,
-    rows_of_different_shapes_are_no_column,
-    rows_that_are_no_batch_are_refused_where_they_would_be_split,
-    what_a_method_returns_can_travel,
-    what_ends_a_program_ends_a_call_in_one_error,
-    writing_into_shared_rows_is_an_error,
-    wrong_columns_are_named_though_the_call_reads_others,
-    wrong_rows_and_columns_are_named,
+    check_exceptions_come_back_as_they_are,
+    check_exceptions_without_a_text_are_errors,
+    check_exits_end_a_call_in_one_error,
+    check_failed_inputs_are_the_first_failure,
+    check_fewer_rows_than_ranks_names_both_numbers,
+    check_futures_in_containers_are_refused,
+    check_protocols_beyond_the_batch_are_named,
+    check_results_are_as_registered,
+    check_rows_of_different_shapes_are_refused,
+    check_unknown_methods_name_the_known_ones,
+    check_what_cannot_be_split_is_refused,
+    check_what_cannot_travel_is_refused,
+    check_writing_into_shared_rows_is_an_error,
+    check_wrong_columns_are_named_though_not_read,
+    check_wrong_rows_and_columns_are_named,
 )
 from hf_controller.testing._workers import StageWorker
 from hf_protocols import BatchError, PerRank, ProtocolError, split_rows
@@ -44,21 +44,21 @@ def conformance_checks(*, collectives: bool = True) -> tuple[Check, ...]:
     return _WITHOUT_COLLECTIVES + (_WITH_COLLECTIVES if collectives else ())
 
 
-def rows_reach_the_ranks_that_the_protocol_names(stage: StageWorker) -> None:
+def check_rows_reach_the_ranks_of_their_protocol(stage: StageWorker) -> None:
     batch = build_batch(7)
     result = stage.two.echo(batch).result()
     require_batch(result.select("row", "x", "tokens"), batch.select("row", "x", "tokens"))
     require(result["rank"].tolist(), [0, 0, 0, 0, 1, 1, 1], "rank of each row")
 
 
-def a_users_protocol_places_rows_and_keeps_their_order(stage: StageWorker) -> None:
+def check_own_protocol_keeps_the_order_of_rows(stage: StageWorker) -> None:
     for group, size in ((stage.two, 2), (stage.three, 3)):
         result = group.echo_round_robin(group.echo(build_batch(7)).select(["row", "tokens"])).result()
         require(result["rank"].tolist(), [row % size for row in range(7)], "rank of each row")
         require_batch(result.select("row", "tokens"), build_batch(7).select("row", "tokens"))
 
 
-def a_users_protocol_reaches_every_rank_that_gets_rows(stage: StageWorker) -> None:
+def check_own_protocol_reaches_every_rank_with_rows(stage: StageWorker) -> None:
     for rows, seen in ((10, [4, 6]), (3, [3, 0])):
         for batch in (build_batch(rows), stage.two.echo(build_batch(rows))):
             require(stage.two.see_block(batch).result(), {"rows": seen[0]}, "rows of the collected rank")
@@ -69,14 +69,14 @@ def a_users_protocol_reaches_every_rank_that_gets_rows(stage: StageWorker) -> No
     require_batch(result.select("row", "tokens"), batch.select("row", "tokens"))
 
 
-def every_kind_of_column_survives_the_way(stage: StageWorker) -> None:
+def check_kinds_of_columns_come_back_as_they_were(stage: StageWorker) -> None:
     batch = build_batch(7)
     for _ in range(2):
         batch = stage.two.echo(stage.two.echo(batch).select(list(batch.keys()))).select(list(batch.keys())).result()
     require_batch(batch, build_batch(7))
 
 
-def rows_move_between_groups_whose_chunks_do_not_align(stage: StageWorker) -> None:
+def check_rows_move_between_groups_of_other_chunks(stage: StageWorker) -> None:
     batch = build_batch(7)
     columns = list(batch.keys())
     there = stage.two.echo(batch).select(columns)
@@ -85,12 +85,12 @@ def rows_move_between_groups_whose_chunks_do_not_align(stage: StageWorker) -> No
     require(back.num_rows, 7, "number of rows")
 
 
-def one_rank_of_a_replica_answers_for_it(stage: StageWorker) -> None:
+def check_one_rank_of_a_replica_is_collected(stage: StageWorker) -> None:
     require(stage.sharded.echo(build_batch(4)).result()["rank"].tolist(), [0, 0, 1, 1], "DP counts every rank")
     require(stage.sharded.count(build_batch(4)).result()["rows"], 2.0, "rows per rank")
 
 
-def the_algebra_of_futures_is_that_of_tensordicts(stage: StageWorker) -> None:
+def check_algebra_of_futures_is_that_of_tensordicts(stage: StageWorker) -> None:
     batch, other = build_batch(6), build_batch(6, seed=1)
     future, beside = stage.two.echo(batch).select(["x", "tokens"]), stage.three.echo(other).select(["x", "tokens"])
     eager, eager_beside = batch.select("x", "tokens"), other.select("x", "tokens")
@@ -113,7 +113,7 @@ def the_algebra_of_futures_is_that_of_tensordicts(stage: StageWorker) -> None:
         require_batch(stage.solo.echo(lazy).select(list(expected.keys())).result(), expected, f"argument {index}")
 
 
-def a_long_loop_may_build_a_batch(stage: StageWorker) -> None:
+def check_batches_may_come_from_a_long_loop(stage: StageWorker) -> None:
     batch = build_batch(3)
     future = stage.two.echo(batch).select(["row", "tokens"])
     gathered, turned = future, future
@@ -129,13 +129,13 @@ def a_long_loop_may_build_a_batch(stage: StageWorker) -> None:
     require(stage.solo.echo(turned.concat(*[future] * 1500)).num_rows, 3 * 1501, "rows of one concat")
 
 
-def rows_times_keeps_the_prompt_major_order(stage: StageWorker) -> None:
+def check_rows_times_keeps_the_prompt_major_order(stage: StageWorker) -> None:
     result = stage.two.sample(build_batch(5), n=3).result()
     require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
     require(result["sample"].tolist(), [0, 1, 2] * 5, "sample")
 
 
-def a_token_balanced_split_is_placement_and_no_reorder(stage: StageWorker) -> None:
+def check_token_balance_does_not_reorder_rows(stage: StageWorker) -> None:
     batch = build_batch(12, tokens=[40, 38, 36, 34, 1, 1, 1, 1, 1, 1, 1, 1])
     require(stage.three.sample(batch, n=2).result()["row"].tolist(), [r for r in range(12) for _ in range(2)], "row")
     require_batch(stage.three.echo(batch).select(["row", "tokens"]).result(), batch.select("row", "tokens"))
@@ -144,11 +144,11 @@ def a_token_balanced_split_is_placement_and_no_reorder(stage: StageWorker) -> No
     require(max(counts.values()) < contiguous / 1.5, True, f"{counts} against {contiguous} of a contiguous split")
 
 
-def unknown_rows_follow_in_collected_order(stage: StageWorker) -> None:
+def check_unknown_rows_follow_in_collected_order(stage: StageWorker) -> None:
     require(stage.two.keep_even(build_batch(7)).result()["row"].tolist(), [0, 2, 4, 6], "row")
 
 
-def only_asked_columns_travel(stage: StageWorker) -> None:
+def check_only_columns_that_are_read_travel(stage: StageWorker) -> None:
     batch = build_batch(4)
     require_batch(stage.two.add(batch, amount=1.0).result(), TensorDict({"y": batch["x"] * 2 + 1}, batch_size=[4]))
     error = require_raises(BatchError, lambda: stage.two.add(batch.select("row")))
@@ -158,13 +158,13 @@ def only_asked_columns_travel(stage: StageWorker) -> None:
     require("rank, row" in str(error), True, f"names the existing columns: {error}")
 
 
-def two_batches_are_split_alike(stage: StageWorker) -> None:
+def check_two_batches_are_split_alike(stage: StageWorker) -> None:
     left, right = build_batch(7), build_batch(7, seed=1)
     result = stage.three.join(left, right=stage.two.echo(right).select(["x"])).result()
     require_batch(result, TensorDict({"a": left["x"], "b": right["x"]}, batch_size=[7]))
 
 
-def a_method_may_take_its_rows_in_pieces(stage: StageWorker) -> None:
+def check_a_method_takes_its_rows_in_pieces(stage: StageWorker) -> None:
     whole = stage.solo.echo(build_batch(7)).select(["tokens"])
     halves = stage.two.echo(build_batch(7)).select(["row"])
     pieces = [([0, 1, 2, 3], [0, 1, 2, 3]), ([4, 5, 6], [4, 5, 6])]
@@ -174,7 +174,7 @@ def a_method_may_take_its_rows_in_pieces(stage: StageWorker) -> None:
     require(stage.solo.see_pieces(chosen).result(), [pieces], "pieces of chosen rows")
 
 
-def listed_results_feed_all_to_all(stage: StageWorker) -> None:
+def check_listed_results_feed_all_to_all(stage: StageWorker) -> None:
     batch = build_batch(3)
     listed = stage.two.copy_all(batch)
     copies = listed.result()
@@ -188,7 +188,7 @@ def listed_results_feed_all_to_all(stage: StageWorker) -> None:
     require_raises(ProtocolError, lambda: stage.three.take_own(listed, factor=1))
 
 
-def listed_objects_feed_all_to_all(stage: StageWorker) -> None:
+def check_listed_objects_feed_all_to_all(stage: StageWorker) -> None:
     listed = stage.two.where()
     heard = stage.two.hear(listed).result()
     require(heard, [(0, (0, 2, "two")), (1, (1, 2, "two"))], "objects by rank")
@@ -200,45 +200,45 @@ def listed_objects_feed_all_to_all(stage: StageWorker) -> None:
     require("three.hear has 3 ranks and got PerRank of 2 items" in str(error), True, str(error))
 
 
-def rank_zero_sees_the_whole_batch(stage: StageWorker) -> None:
+def check_rank_zero_sees_the_whole_batch(stage: StageWorker) -> None:
     batch = build_batch(7)
     expected = TensorDict({"centered": batch["x"] - batch["x"].mean()}, batch_size=[7])
     require_batch(stage.solo.center(stage.three.echo(batch)).result(), expected)
     require_batch(stage.two.center(stage.three.echo(batch)).result(), expected)
 
 
-def metrics_are_sums_over_counts(stage: StageWorker) -> None:
+def check_metrics_are_sums_over_counts(stage: StageWorker) -> None:
     metrics = stage.two.count(build_batch(7)).result()
     require((metrics["row"], metrics["rows"], metrics["row_max"]), (3.0, 3.5, 6.0), "metrics")
     require(metrics["none"] != metrics["none"], True, "a metric without data is nan")
     require_raises(ProtocolError, lambda: stage.two.answer(stage.two.count(build_batch(7))))
 
 
-def objects_come_back_and_go_on(stage: StageWorker) -> None:
+def check_objects_come_back_and_are_passed_on(stage: StageWorker) -> None:
     answer = stage.two.answer({"text": "a"})
     require(answer.result()["value"], {"text": "a"}, "object")
     require(stage.solo.answer(value=answer).result()["value"]["scale"], 2.0, "object as argument")
     require(stage.two.where().result(), [(0, 2, "two"), (1, 2, "two")], "listed objects")
 
 
-def equal_seeds_construct_equal_workers(stage: StageWorker) -> None:
+def check_equal_seeds_construct_equal_workers(stage: StageWorker) -> None:
     drawn = {group.role: group.answer(0).result()["drawn"] for group in (stage.two, stage.sharded, stage.solo)}
     require(len(set(drawn.values())), 1, f"first random numbers {drawn}")
 
 
-def ranks_know_where_they_run(stage: StageWorker) -> None:
+def check_ranks_know_where_they_run(stage: StageWorker) -> None:
     for group in (stage.two, stage.sharded, stage.colocated, stage.solo):
         known = group.answer(0).result()["known"]
         require(known, ("cpu", 11, group.pool.name, group.topology.coordinate(0)), "device, seed, pool and coordinate")
 
 
-def a_result_is_what_was_returned(stage: StageWorker) -> None:
+def check_results_are_what_was_returned(stage: StageWorker) -> None:
     future = stage.two.lend_buffer(build_batch(4))
     stage.two.write_buffer().result()
     require(future.result()["lent"].tolist(), [0.0] * 4, "column after its worker wrote on")
 
 
-def every_rank_has_random_numbers_of_its_own(stage: StageWorker) -> None:
+def check_ranks_have_random_numbers_of_their_own(stage: StageWorker) -> None:
     torch.manual_seed(5)
     state = torch.get_rng_state()
     for count in (2, 1):
@@ -247,7 +247,7 @@ def every_rank_has_random_numbers_of_its_own(stage: StageWorker) -> None:
     require(torch.equal(torch.get_rng_state(), state), True, "the program's own stream is untouched")
 
 
-def every_rank_has_objects_of_its_own(stage: StageWorker) -> None:
+def check_ranks_have_objects_of_their_own(stage: StageWorker) -> None:
     given: dict[str, list[int]] = {"seen": []}
     require(stage.two.append_rank(given).result(), [[0], [1]], "a list that each rank appends to")
     require(given, {"seen": []}, "the caller's own")
@@ -258,7 +258,7 @@ def every_rank_has_objects_of_its_own(stage: StageWorker) -> None:
     require([words[-1] for _, words in heard], ["a", "a"], "the object as an argument")
 
 
-def every_call_leaves_a_span_per_rank(stage: StageWorker) -> None:
+def check_calls_leave_a_span_for_each_rank(stage: StageWorker) -> None:
     stage.executor.trace.drain()
     stage.two.timed(stage.two.echo(build_batch(4))).result()
     spans = [span for span in stage.executor.trace.drain() if span.method == "timed"]
@@ -270,7 +270,7 @@ def every_call_leaves_a_span_per_rank(stage: StageWorker) -> None:
         require(span.bytes_read > 0, True, "bytes")
 
 
-def the_written_trace_keeps_times_and_bytes_of_each_rank(stage: StageWorker) -> None:
+def check_written_traces_have_times_and_bytes(stage: StageWorker) -> None:
     batch = build_batch(4)
     with stage.executor.trace.label(check="written"):
         stage.two.step(stage.two.echo(batch), seconds=0.05).result()
@@ -295,7 +295,7 @@ def the_written_trace_keeps_times_and_bytes_of_each_rank(stage: StageWorker) -> 
     require(min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep")
 
 
-def groups_on_one_pool_take_turns(stage: StageWorker) -> None:
+def check_groups_on_one_pool_take_turns(stage: StageWorker) -> None:
     first = stage.two.step(build_batch(4), seconds=0.3)
     second = stage.colocated.step(build_batch(4))
     require(bool(first.result()["end"].max() <= second.result()["start"].min()), True, "the second waits for the first")
@@ -304,12 +304,12 @@ def groups_on_one_pool_take_turns(stage: StageWorker) -> None:
     require(earliest >= slow.result()["end"].max(), True, "a turn lasts until every slot is done")
 
 
-def ranks_meet_in_collectives(stage: StageWorker) -> None:
+def check_ranks_meet_in_collectives(stage: StageWorker) -> None:
     require(stage.two.sum_of_ranks().result(), [1.0, 1.0], "sum over two ranks")
     require(stage.three.sum_of_ranks().result(), [3.0, 3.0, 3.0], "sum over three ranks")
 
 
-def fused_roles_with_other_layouts_share_the_ranks(stage: StageWorker) -> None:
+def check_fused_roles_share_ranks_in_other_layouts(stage: StageWorker) -> None:
     require(stage.sharded.sum_of_ranks().result(), [1.0, 1.0], "sum over the sharded role")
     require(
         stage.sharded.sum_over_skew(build_batch(3)).result(),
@@ -318,7 +318,7 @@ def fused_roles_with_other_layouts_share_the_ranks(stage: StageWorker) -> None:
     )
 
 
-def colocated_groups_meet_in_collectives_of_their_own(stage: StageWorker) -> None:
+def check_colocated_groups_have_collectives_of_their_own(stage: StageWorker) -> None:
     batch = build_batch(3)
     require(stage.colocated.sum_of_ranks().result(), [1.0, 1.0], "sum over ranks")
     for group, copies in ((stage.two, 1), (stage.colocated, 2), (stage.two, 1)):
@@ -328,66 +328,66 @@ def colocated_groups_meet_in_collectives_of_their_own(stage: StageWorker) -> Non
     require_batch(there_and_back.result(), batch)
 
 
-def three_rows_on_two_ranks_meet_in_a_collective(stage: StageWorker) -> None:
+def check_three_rows_on_two_ranks_meet_in_a_collective(stage: StageWorker) -> None:
     batch = build_batch(3, tokens=[4, 5, 6])
     require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
 
 
-def skewed_token_counts_meet_in_a_collective(stage: StageWorker) -> None:
+def check_skewed_token_counts_meet_in_a_collective(stage: StageWorker) -> None:
     batch = build_batch(4, tokens=[500, 500, 5, 5])
     require(stage.two.sum_over_skew(batch).result(), {"total": sum_tokens(batch)}, "sum over ranks")
 
 
 _WITHOUT_COLLECTIVES: tuple[Check, ...] = (
-    rows_reach_the_ranks_that_the_protocol_names,
-    a_users_protocol_places_rows_and_keeps_their_order,
-    a_users_protocol_reaches_every_rank_that_gets_rows,
-    every_kind_of_column_survives_the_way,
-    rows_move_between_groups_whose_chunks_do_not_align,
-    one_rank_of_a_replica_answers_for_it,
-    the_algebra_of_futures_is_that_of_tensordicts,
-    a_long_loop_may_build_a_batch,
-    rows_times_keeps_the_prompt_major_order,
-    a_token_balanced_split_is_placement_and_no_reorder,
-    unknown_rows_follow_in_collected_order,
-    only_asked_columns_travel,
+    check_rows_reach_the_ranks_of_their_protocol,
+    check_own_protocol_keeps_the_order_of_rows,
+    check_own_protocol_reaches_every_rank_with_rows,
+    check_kinds_of_columns_come_back_as_they_were,
+    check_rows_move_between_groups_of_other_chunks,
+    check_one_rank_of_a_replica_is_collected,
+    check_algebra_of_futures_is_that_of_tensordicts,
+    check_batches_may_come_from_a_long_loop,
+    check_rows_times_keeps_the_prompt_major_order,
+    check_token_balance_does_not_reorder_rows,
+    check_unknown_rows_follow_in_collected_order,
+    check_only_columns_that_are_read_travel,
     *DECLARED_COLUMNS,
-    two_batches_are_split_alike,
-    a_method_may_take_its_rows_in_pieces,
-    listed_results_feed_all_to_all,
-    listed_objects_feed_all_to_all,
-    rank_zero_sees_the_whole_batch,
-    metrics_are_sums_over_counts,
-    objects_come_back_and_go_on,
-    equal_seeds_construct_equal_workers,
-    ranks_know_where_they_run,
-    a_result_is_what_was_returned,
-    every_rank_has_random_numbers_of_its_own,
-    every_rank_has_objects_of_its_own,
-    what_a_method_returns_can_travel,
-    rows_that_are_no_batch_are_refused_where_they_would_be_split,
-    what_ends_a_program_ends_a_call_in_one_error,
-    writing_into_shared_rows_is_an_error,
-    results_are_held_to_their_registration,
-    fewer_rows_than_ranks_is_an_error_with_both_numbers,
-    wrong_rows_and_columns_are_named,
-    rows_of_different_shapes_are_no_column,
-    a_protocol_that_gives_rows_beyond_the_batch_is_named,
-    an_exception_that_cannot_be_shown_is_an_error_all_the_same,
-    wrong_columns_are_named_though_the_call_reads_others,
-    an_exception_comes_back_as_what_it_is,
-    a_failed_input_is_passed_on_as_the_first_failure,
-    a_future_inside_a_container_is_refused,
-    an_unknown_method_names_the_known_ones,
-    every_call_leaves_a_span_per_rank,
-    the_written_trace_keeps_times_and_bytes_of_each_rank,
-    groups_on_one_pool_take_turns,
+    check_two_batches_are_split_alike,
+    check_a_method_takes_its_rows_in_pieces,
+    check_listed_results_feed_all_to_all,
+    check_listed_objects_feed_all_to_all,
+    check_rank_zero_sees_the_whole_batch,
+    check_metrics_are_sums_over_counts,
+    check_objects_come_back_and_are_passed_on,
+    check_equal_seeds_construct_equal_workers,
+    check_ranks_know_where_they_run,
+    check_results_are_what_was_returned,
+    check_ranks_have_random_numbers_of_their_own,
+    check_ranks_have_objects_of_their_own,
+    check_what_cannot_travel_is_refused,
+    check_what_cannot_be_split_is_refused,
+    check_exits_end_a_call_in_one_error,
+    check_writing_into_shared_rows_is_an_error,
+    check_results_are_as_registered,
+    check_fewer_rows_than_ranks_names_both_numbers,
+    check_wrong_rows_and_columns_are_named,
+    check_rows_of_different_shapes_are_refused,
+    check_protocols_beyond_the_batch_are_named,
+    check_exceptions_without_a_text_are_errors,
+    check_wrong_columns_are_named_though_not_read,
+    check_exceptions_come_back_as_they_are,
+    check_failed_inputs_are_the_first_failure,
+    check_futures_in_containers_are_refused,
+    check_unknown_methods_name_the_known_ones,
+    check_calls_leave_a_span_for_each_rank,
+    check_written_traces_have_times_and_bytes,
+    check_groups_on_one_pool_take_turns,
 )
 
 _WITH_COLLECTIVES: tuple[Check, ...] = (
-    ranks_meet_in_collectives,
-    fused_roles_with_other_layouts_share_the_ranks,
-    colocated_groups_meet_in_collectives_of_their_own,
-    three_rows_on_two_ranks_meet_in_a_collective,
-    skewed_token_counts_meet_in_a_collective,
+    check_ranks_meet_in_collectives,
+    check_fused_roles_share_ranks_in_other_layouts,
+    check_colocated_groups_have_collectives_of_their_own,
+    check_three_rows_on_two_ranks_meet_in_a_collective,
+    check_skewed_token_counts_meet_in_a_collective,
 )

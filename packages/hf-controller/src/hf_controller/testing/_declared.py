@@ -14,7 +14,7 @@ from hf_protocols import BatchError, PerRank, ProtocolError
 __all__ = ["DECLARED_COLUMNS"]
 
 
-def arguments_declare_columns(stage: StageWorker) -> None:
+def check_arguments_declare_columns(stage: StageWorker) -> None:
     batch = build_batch(7)
     for given in (batch, stage.two.echo(batch), stage.executor.put(batch)):
         result = stage.three.apply(given, Total(reads=("x", "row", "nothing?"))).result()
@@ -26,7 +26,7 @@ def arguments_declare_columns(stage: StageWorker) -> None:
     require_batch(doubled.result(), TensorDict({"twice": batch["x"] * 2}, batch_size=[7]))
 
 
-def only_columns_that_are_named_travel(stage: StageWorker) -> None:
+def check_only_declared_columns_travel(stage: StageWorker) -> None:
     batch = build_batch(4)
     for given in (batch, stage.two.echo(batch)):
         arrived = stage.two.list_columns(given, Total(reads=("x", "flag?", "nothing?")), Total(reads=("byte",)))
@@ -34,7 +34,7 @@ def only_columns_that_are_named_travel(stage: StageWorker) -> None:
         require(sorted(stage.two.list_columns(given).result()), ["row"], "columns without an argument")
 
 
-def each_rank_has_arguments_of_its_own(stage: StageWorker) -> None:
+def check_ranks_have_arguments_of_their_own(stage: StageWorker) -> None:
     batch = build_batch(3)
     parts = [stage.three.echo(batch).select(["row", name]) for name in ("x", "byte")]
     totals = PerRank([Total(reads=("x",), writes=("of_x",)), Total(reads=("byte",), writes=("of_byte",))])
@@ -45,7 +45,7 @@ def each_rank_has_arguments_of_its_own(stage: StageWorker) -> None:
     require_batch(again, TensorDict({"total": batch["x"]}, batch_size=[3]))
 
 
-def a_declared_column_that_nobody_wrote_is_named(stage: StageWorker) -> None:
+def check_missing_declared_columns_are_named(stage: StageWorker) -> None:
     total = Total(reads=("nothing", "x", "never"))
     start = "solo.apply: Total reads never, nothing; the batch has "
     known = stage.two.step(build_batch(4)).union(stage.two.apply(build_batch(4), Total(reads=("x",), writes=("row",))))
@@ -60,17 +60,17 @@ def a_declared_column_that_nobody_wrote_is_named(stage: StageWorker) -> None:
     require("made by two.echo" in error, True, f"names what made the batch: {error}")
 
 
-def results_are_held_to_what_arguments_declare(stage: StageWorker) -> None:
+def check_results_are_as_arguments_declare(stage: StageWorker) -> None:
     wrong = stage.two.apply(build_batch(4), Total(reads=(), returned=("other",)))
     error = str(require_raises(BatchError, wrong.result))
     require("two.apply got Total.writes=['total'] and returned the columns ['other']" in error, True, error)
 
 
-def declarations_that_are_no_column_names_are_refused(stage: StageWorker) -> None:
+def check_declarations_are_names_of_columns(stage: StageWorker) -> None:
     for total, message in (
-        (Total(reads="x"), "two.apply: Total.reads='x' is one string: give a list of column names, ['x']"),
-        (Total(reads=(1, 2)), "two.apply: Total.reads=(1, 2): give a list of column names"),
-        (Total(reads=None), "two.apply: Total.reads=None: give a tuple of column names"),
+        (Total(reads="x"), "two.apply: Total.reads='x' is one string. Use a list of column names, ['x']"),
+        (Total(reads=(1, 2)), "two.apply: Total.reads=(1, 2). Use a list of column names"),
+        (Total(reads=None), "two.apply: Total.reads=None. Use a tuple of column names"),
         (Total(reads=(), writes=("a?",)), "two.apply: Total.writes=('a?',): 'a?' ends in ?, which"),
         (Total(reads=(), writes=()), "two.apply: Total.writes=() names no column"),
         (object(), "two.apply returns the columns that an argument declares, and no argument declares `writes`"),
@@ -80,11 +80,11 @@ def declarations_that_are_no_column_names_are_refused(stage: StageWorker) -> Non
 
 
 DECLARED_COLUMNS: tuple[Callable[[StageWorker], None], ...] = (
-    arguments_declare_columns,
-    only_columns_that_are_named_travel,
-    each_rank_has_arguments_of_its_own,
-    a_declared_column_that_nobody_wrote_is_named,
-    results_are_held_to_what_arguments_declare,
-    declarations_that_are_no_column_names_are_refused,
+    check_arguments_declare_columns,
+    check_only_declared_columns_travel,
+    check_ranks_have_arguments_of_their_own,
+    check_missing_declared_columns_are_named,
+    check_results_are_as_arguments_declare,
+    check_declarations_are_names_of_columns,
 )
 """The checks of this module."""

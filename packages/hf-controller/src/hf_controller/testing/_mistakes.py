@@ -15,25 +15,25 @@ from hf_controller.testing._workers import StageWorker
 from hf_protocols import BatchError, ProtocolError, RewardError
 
 __all__ = [
-    "a_failed_input_is_passed_on_as_the_first_failure",
-    "a_future_inside_a_container_is_refused",
-    "a_protocol_that_gives_rows_beyond_the_batch_is_named",
-    "an_exception_comes_back_as_what_it_is",
-    "an_exception_that_cannot_be_shown_is_an_error_all_the_same",
-    "an_unknown_method_names_the_known_ones",
-    "fewer_rows_than_ranks_is_an_error_with_both_numbers",
-    "results_are_held_to_their_registration",
-    "rows_of_different_shapes_are_no_column",
-    "rows_that_are_no_batch_are_refused_where_they_would_be_split",
-    "what_a_method_returns_can_travel",
-    "what_ends_a_program_ends_a_call_in_one_error",
-    "writing_into_shared_rows_is_an_error",
-    "wrong_columns_are_named_though_the_call_reads_others",
-    "wrong_rows_and_columns_are_named",
+    "check_exceptions_come_back_as_they_are",
+    "check_exceptions_without_a_text_are_errors",
+    "check_exits_end_a_call_in_one_error",
+    "check_failed_inputs_are_the_first_failure",
+    "check_fewer_rows_than_ranks_names_both_numbers",
+    "check_futures_in_containers_are_refused",
+    "check_protocols_beyond_the_batch_are_named",
+    "check_results_are_as_registered",
+    "check_rows_of_different_shapes_are_refused",
+    "check_unknown_methods_name_the_known_ones",
+    "check_what_cannot_be_split_is_refused",
+    "check_what_cannot_travel_is_refused",
+    "check_writing_into_shared_rows_is_an_error",
+    "check_wrong_columns_are_named_though_not_read",
+    "check_wrong_rows_and_columns_are_named",
 ]
 
 
-def writing_into_shared_rows_is_an_error(stage: StageWorker) -> None:
+def check_writing_into_shared_rows_is_an_error(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4)).select(["x"])
     error = require_raises(BatchError, stage.two.write_in_place(future).result)
     require("wrote in place into x" in str(error), True, str(error))
@@ -50,19 +50,19 @@ _WRONG_RESULTS = (
 )
 
 
-def results_are_held_to_their_registration(stage: StageWorker) -> None:
+def check_results_are_as_registered(stage: StageWorker) -> None:
     for method, kind in _WRONG_RESULTS:
         error = require_raises(kind, getattr(stage.two, method)(build_batch(4)).result)
         require(f"two.{method}" in str(error), True, str(error))
 
 
-def fewer_rows_than_ranks_is_an_error_with_both_numbers(stage: StageWorker) -> None:
+def check_fewer_rows_than_ranks_names_both_numbers(stage: StageWorker) -> None:
     for attempt in (lambda: stage.three.echo(build_batch(2)), stage.three.echo(stage.two.echo(build_batch(2))).result):
         error = require_raises(BatchError, attempt)
         require("2 rows" in str(error) and "3 " in str(error), True, str(error))
 
 
-def wrong_rows_and_columns_are_named(stage: StageWorker) -> None:
+def check_wrong_rows_and_columns_are_named(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4))
     for wrong in (
         future.rows([4]),
@@ -87,13 +87,13 @@ def wrong_rows_and_columns_are_named(stage: StageWorker) -> None:
         require_raises(BatchError, attempt)
 
 
-def rows_of_different_shapes_are_no_column(stage: StageWorker) -> None:
+def check_rows_of_different_shapes_are_refused(stage: StageWorker) -> None:
     rows = lazy_stack([TensorDict({"x": torch.zeros(size)}, batch_size=[]) for size in (2, 3)])
     error = str(require_raises(BatchError, lambda: stage.two.echo(rows)))
     require("column x has rows of different shapes" in error, True, error)
 
 
-def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: StageWorker) -> None:
+def check_protocols_beyond_the_batch_are_named(stage: StageWorker) -> None:
     said = "two.echo_beyond: protocol 'one row too many' with 4 rows: rank 1 gets row [4], which does not exist"
     error = require_raises(ProtocolError, lambda: stage.two.echo_beyond(build_batch(4)))
     require(str(error), said, "error of a stored batch")
@@ -101,7 +101,7 @@ def a_protocol_that_gives_rows_beyond_the_batch_is_named(stage: StageWorker) -> 
     require(str(error), said, "error of a result")
 
 
-def wrong_columns_are_named_though_the_call_reads_others(stage: StageWorker) -> None:
+def check_wrong_columns_are_named_though_not_read(stage: StageWorker) -> None:
     known, unknown = stage.two.step(build_batch(4)), stage.two.echo(build_batch(4))
     for future, maker, other in ((known, "two.step", "start"), (unknown, "two.echo", "row")):
         for wrong, message in (
@@ -130,7 +130,7 @@ _PLAIN_ROWS: tuple[Any, ...] = (
 )
 
 
-def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: StageWorker) -> None:
+def check_what_cannot_be_split_is_refused(stage: StageWorker) -> None:
     """Every rank would get all of them."""
     rows = torch.arange(4)
     for group in (stage.three, stage.two):
@@ -150,7 +150,7 @@ def rows_that_are_no_batch_are_refused_where_they_would_be_split(stage: StageWor
     require(stage.solo.answer({"rows": rows}).result()["value"]["rows"].tolist(), [0, 1, 2, 3], "a tensor in a dict")
 
 
-def an_exception_comes_back_as_what_it_is(stage: StageWorker) -> None:
+def check_exceptions_come_back_as_they_are(stage: StageWorker) -> None:
     error = require_raises(RewardError, stage.free.fail(build_batch(4), "ours").result)
     require(str(error), "no reward today", "message")
     require(len(error.__notes__), 1, "notes")
@@ -160,7 +160,7 @@ def an_exception_comes_back_as_what_it_is(stage: StageWorker) -> None:
     require("in fail" in other.remote_traceback, True, other.remote_traceback)
 
 
-def what_ends_a_program_ends_a_call_in_one_error(stage: StageWorker) -> None:
+def check_exits_end_a_call_in_one_error(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "exit").result)
     require((error.role, error.method, error.rank, error.cause_type), ("free", "fail", 1, "SystemExit"), "attributes")
     require(str(error), "free.fail on rank 1 failed: SystemExit: 3", "message")
@@ -168,30 +168,30 @@ def what_ends_a_program_ends_a_call_in_one_error(stage: StageWorker) -> None:
     require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call afterwards")
 
 
-def an_exception_that_cannot_be_shown_is_an_error_all_the_same(stage: StageWorker) -> None:
+def check_exceptions_without_a_text_are_errors(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.free.fail(build_batch(4), "mute").result)
     require("its message cannot be shown: str() raised RuntimeError" in str(error), True, str(error))
 
 
-def what_a_method_returns_can_travel(stage: StageWorker) -> None:
+def check_what_cannot_travel_is_refused(stage: StageWorker) -> None:
     error = require_raises(RemoteCallError, stage.two.make_unpicklable().result)
     require(
         str(error).startswith("two.make_unpicklable on rank 0 failed: ") and "pickle" in str(error), True, str(error)
     )
 
 
-def a_failed_input_is_passed_on_as_the_first_failure(stage: StageWorker) -> None:
+def check_failed_inputs_are_the_first_failure(stage: StageWorker) -> None:
     failed = stage.free.fail(build_batch(4), "ours")
     error = require_raises(RewardError, stage.solo.center(stage.three.echo(failed)).result)
     require("free.fail on rank 1" in error.__notes__[0], True, error.__notes__[0])
     require(stage.free.echo(build_batch(4)).num_rows, 4, "rows of a call after a failure")
 
 
-def a_future_inside_a_container_is_refused(stage: StageWorker) -> None:
+def check_futures_in_containers_are_refused(stage: StageWorker) -> None:
     future = stage.two.echo(build_batch(4))
     require_raises(ProtocolError, lambda: stage.two.answer([future]).result())
 
 
-def an_unknown_method_names_the_known_ones(stage: StageWorker) -> None:
+def check_unknown_methods_name_the_known_ones(stage: StageWorker) -> None:
     error = require_raises(AttributeError, lambda: stage.two.nothing)
     require("echo" in str(error) and "echo" in dir(stage.two), True, str(error))

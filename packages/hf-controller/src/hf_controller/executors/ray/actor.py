@@ -1,4 +1,4 @@
-"""The actor: one host process of one rank, driven by calls."""
+"""The actor: the process of one rank, driven by calls."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray import cloudpickle
 
-from hf_controller.executors.ray.host_process import Location, find_location, own_origin
+from hf_controller.executors.ray.actor_ref import Location, find_location, own_origin
 from hf_controller.executors.ray.log_prefix import attribute_streams
-from hf_controller.executors.ray.store import HostStore
+from hf_controller.executors.ray.store import RankStore
 from hf_controller.executors.ray.wire import CallServer
 from hf_controller.failures import Failure
 from hf_controller.groups.default_group import (
@@ -33,7 +33,7 @@ from hf_controller.groups.worker import Connection, Worker, WorkerContext, Worke
 if TYPE_CHECKING:
     from hf_controller.data.transport import SliceReply, SliceRequest
 
-__all__ = ["Construction", "HostActor", "Joining", "Slicer"]
+__all__ = ["Construction", "Joining", "RankActor", "Slicer"]
 
 
 class Slicer:
@@ -46,7 +46,7 @@ class Slicer:
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """Settings that build a host set; equal on all of its ranks.
+    """Settings that build a actor group; equal on all of its ranks.
 
     Attributes:
         specs: pickled `{role: WorkerSpec}`.
@@ -79,7 +79,7 @@ class Joining:
 
     Attributes:
         name: the connection's name.
-        token: tells this attempt from others of the same name.
+        token: distinguishes this attempt from others of the same name.
         role: this rank's role.
         ranks: the joint ranks of both roles.
         device: `"cpu"` for gloo, a CUDA device for nccl.
@@ -96,13 +96,13 @@ class Joining:
     timeout_s: float
 
 
-class HostActor(CallServer):
+class RankActor(CallServer):
     """One rank's process. Calls run one after another; questions about the process are answered while a call runs.
 
     Args:
-        name: the host set's name: its roles.
+        name: the actor group's name: its roles.
         rank: this rank.
-        world_size: ranks of the host set.
+        world_size: ranks of the actor group.
         slicer: the name under which other machines ask this process for slices; None where there are none.
     """
 
@@ -163,7 +163,7 @@ class HostActor(CallServer):
             rank=self._rank,
             workers=self._workers,
             specs=specs,
-            store=HostStore(self._slicer),
+            store=RankStore(self._slicer),
         )
         self._role = self._name
         # What was imported and built never becomes garbage: collections need not look at it again.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
-from hf_controller.executors.ray.host_set import HostSet
+from hf_controller.executors.ray.actor_group import ActorGroup
 from hf_controller.executors.ray.store import describe_unread
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import Deadline, Failure
@@ -32,7 +32,7 @@ class CallState:
         role: the role.
         method: its method.
         pool: the pool of its group.
-        host_set: the processes of its group.
+        actor_group: the processes of its group.
         answers: reference of every called rank's answer.
         inputs: numbers of the calls that made its inputs.
         references: ids of the objects that Ray brings to the ranks before they begin. A reference would keep them.
@@ -55,7 +55,7 @@ class CallState:
     role: str
     method: str
     pool: ResourcePool
-    host_set: HostSet
+    actor_group: ActorGroup
     answers: Mapping[int, Any]
     inputs: frozenset[int]
     references: Sequence[bytes]
@@ -96,7 +96,7 @@ class CallState:
     @property
     def can_hang(self) -> bool:
         """True if the ranks may wait for each other: all ranks of a group that has a process group."""
-        return self.host_set.meets_peers and len(self.answers) == len(self.host_set.processes)
+        return self.actor_group.meets_peers and len(self.answers) == len(self.actor_group.processes)
 
     @property
     def first_failure_s(self) -> float:

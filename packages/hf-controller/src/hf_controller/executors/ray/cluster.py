@@ -68,7 +68,7 @@ class Cluster:
         self, *, address: str, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool
     ) -> None:
         if ray.is_initialized():
-            raise PoolError("Ray already runs in this process: close the other executor, or call ray.shutdown() first")
+            raise PoolError("Ray already runs in this process. Close the other executor, or call ray.shutdown() first")
         self._watchdog: Watchdog | None = None
         self._services: dict[str, subprocess.Popen[Any]] = {}
         self._gcs: Reachability | None = None
@@ -276,7 +276,7 @@ def _describe_join(address: str, error: BaseException) -> PoolError:
     if isinstance(error, ValueError):
         return PoolError(f"Ray joins no cluster with address={show(address)}: {error}")
     return PoolError(
-        f"cannot connect to a Ray cluster at {show(address)} ({_in_one_line(error.__cause__ or error)}): start it with "
+        f"cannot connect to a Ray cluster at {show(address)} ({_in_one_line(error.__cause__ or error)}). Start it with "
         "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"
     )
 

@@ -15,18 +15,25 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.ray.actor import Joining, Slicer
+from hf_controller.executors.ray.actor_group import (
+    ActorGroup,
+    OccupiedPool,
+    Undone,
+    await_answers,
+    await_ready,
+    check_connection,
+    plan_joinings,
+)
+from hf_controller.executors.ray.actor_ref import describe_processes
+from hf_controller.executors.ray.call import RayCall, take_ready
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.cluster import Cluster
 from hf_controller.executors.ray.handles import LocalBatchHandle, SplitBatchHandle, ValueHandle
-from hf_controller.executors.ray.host_process import describe_processes
-from hf_controller.executors.ray.host_set import HostSet, OccupiedPool, Undone, await_answers, await_ready
-from hf_controller.executors.ray.joining import check_connection, plan_joinings
-from hf_controller.executors.ray.pending import RayCall, take_ready
 from hf_controller.executors.ray.placement import place
 from hf_controller.executors.ray.shipping import PackedRoles, pack_roles
 from hf_controller.executors.ray.store import RayStore
 from hf_controller.executors.ray.supervisor import Supervisor
-from hf_controller.executors.ray.waiting import Inquirer, Waiter
+from hf_controller.executors.ray.waiting import Probe, Waiter
 from hf_controller.executors.ray.wire import pack_once
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Deadline
@@ -108,17 +115,17 @@ class RayExecutor(Executor):
         longest_s = max(call_timeout_s, *(each.seconds for each in self._deadlines.values()), 0.0)
         self._collective_timeout_s = collective_timeout_s or 2 * longest_s
         self._occupied: dict[ResourcePool, OccupiedPool] = {}
-        self._host_sets: dict[WorkerGroup, HostSet] = {}
+        self._actor_groups: dict[WorkerGroup, ActorGroup] = {}
         self._guard = SignalGuard()
         self._waiter = Waiter(self._guard)
-        self._inquirer = Inquirer()
+        self._probe = Probe()
         self._cluster = Cluster(
             address=address, num_cpus=num_cpus, object_store_bytes=object_store_bytes, log_to_driver=log_to_driver
         )
         self._supervisor = Supervisor(
             waiter=self._waiter,
-            inquirer=self._inquirer,
-            list_host_sets=self._list_host_sets,
+            probe=self._probe,
+            list_actor_groups=self._list_actor_groups,
             cluster=self._cluster,
         )
         self._joined = address != "local"
@@ -137,7 +144,7 @@ class RayExecutor(Executor):
         self._check_new(pool, specs)
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         packed = [pack_roles(roles) for roles in ([specs] if fused else [{role: specs[role]} for role in specs])]
-        built: list[HostSet] = []
+        built: list[ActorGroup] = []
 
         def undo(_kind: object, error: BaseException | None, _trace: object) -> None:
             if error is not None and pool in self._occupied:
@@ -151,7 +158,7 @@ class RayExecutor(Executor):
                 self._occupied[pool] = OccupiedPool(placed)
             for each in packed:
                 built.append(self._start(pool, each))
-                self._host_sets |= {groups[role]: built[-1] for role in each.roles}
+                self._actor_groups |= {groups[role]: built[-1] for role in each.roles}
             undone = self._await_ready(built) if wait else None
             if undone is not None:
                 raise undone.error
@@ -159,12 +166,12 @@ class RayExecutor(Executor):
 
     def wait_until_ready(self) -> None:
         """Wait until every worker is constructed; see `Executor.wait_until_ready`."""
-        undone = self._await_ready(self._list_host_sets())
+        undone = self._await_ready(self._list_actor_groups())
         if undone is None:
             return
         error = undone.error
         for pool, occupied in list(self._occupied.items()):
-            if failed := [each for each in occupied.host_sets if each.failure is undone.failure]:
+            if failed := [each for each in occupied.actor_groups if each.failure is undone.failure]:
                 error.add_note(self._end(pool, failed, orderly=False))
         raise error
 
@@ -174,41 +181,43 @@ class RayExecutor(Executor):
         `start_timeout_s` bounds what is left of their construction, and then the joining.
         """
         self._supervisor.look()
-        host_sets = [self._host_set_of(group) for group in (first, second)]
-        check_connection(first, second, host_sets, name)
+        actor_groups = [self._actor_group_of(group) for group in (first, second)]
+        check_connection(first, second, actor_groups, name)
         nodes = self._occupied[first.pool].placed.nodes | self._occupied[second.pool].placed.nodes
         joinings = plan_joinings(
             first, second, name, on_one_machine=len(nodes) == 1, timeout_s=self._collective_timeout_s
         )
         # A rank that waits for its partners has a deadline, which their construction does not count towards.
-        undone = self._await_ready(host_sets)
+        undone = self._await_ready(actor_groups)
         if undone is not None:
             raise undone.error
         with ExitStack() as undo:
-            for each, host_set in zip(joinings, host_sets, strict=True):
-                undo.callback(host_set.give_up, each)
-            self._join(joinings, host_sets)
+            for each, actor_group in zip(joinings, actor_groups, strict=True):
+                undo.callback(actor_group.give_up, each)
+            self._join(joinings, actor_groups)
             undo.pop_all()
-        for each, host_set, other in zip(joinings, host_sets, reversed(host_sets), strict=True):
-            host_set.keep_connection(each.role, name, other)
+        for each, actor_group, other in zip(joinings, actor_groups, reversed(actor_groups), strict=True):
+            actor_group.keep_connection(each.role, name, other)
 
-    def _join(self, joinings: Sequence[Joining], host_sets: Sequence[HostSet]) -> None:
-        """Have the ranks of two host sets meet, within one deadline."""
+    def _join(self, joinings: Sequence[Joining], actor_groups: Sequence[ActorGroup]) -> None:
+        """Have the ranks of two actor groups meet, within one deadline."""
         await_all = functools.partial(
             await_answers,
             method="connect",
             deadline=self._start_deadline(),
             waiter=self._waiter,
-            inquirer=self._inquirer,
+            probe=self._probe,
             since_s=time.monotonic(),
         )
         # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
-        opener = host_sets[0].processes[0]
+        opener = actor_groups[0].processes[0]
         joining = joinings[0]
         opened = opener.actor.open_rendezvous.remote(joining.token, joining.on_one_machine)
         undone = await_all({opened: opener})
         if undone is None:
-            asked = [each.connect(joining, ray.get(opened)) for each, joining in zip(host_sets, joinings, strict=True)]
+            asked = [
+                each.connect(joining, ray.get(opened)) for each, joining in zip(actor_groups, joinings, strict=True)
+            ]
             undone = await_all({handle: process for answers in asked for handle, process in answers.items()})
         if undone is not None:
             raise undone.error
@@ -216,13 +225,17 @@ class RayExecutor(Executor):
     def describe(self, group: WorkerGroup, timeout_s: float = 5.0) -> dict[int, str]:
         """Returns the activity of each rank; see `Executor.describe`."""
         _check_pool.kind("group", group, WorkerGroup, "a group of this executor")
-        processes = self._host_set_of(group).processes
-        told = describe_processes(processes, self._inquirer, timeout_s)
+        processes = self._actor_group_of(group).processes
+        told = describe_processes(processes, self._probe, timeout_s)
         return {process.rank: text for process, (_, text) in zip(processes, told, strict=True)}
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
         """Returns the roles on `pool`; see `Executor.built_on`."""
-        return [dict(host_set.roles) for host_set in self._occupied[pool].host_sets] if pool in self._occupied else []
+        return (
+            [dict(actor_group.roles) for actor_group in self._occupied[pool].actor_groups]
+            if pool in self._occupied
+            else []
+        )
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
         """Returns the pools whose groups failed together with one of `pool`; see `Executor.failed_with`."""
@@ -235,8 +248,8 @@ class RayExecutor(Executor):
         ]
         return [pool, *together]
 
-    def _host_sets_on(self, pool: ResourcePool) -> list[HostSet]:
-        return self._occupied[pool].host_sets if pool in self._occupied else []
+    def _host_sets_on(self, pool: ResourcePool) -> list[ActorGroup]:
+        return self._occupied[pool].actor_groups if pool in self._occupied else []
 
     def release(self, pool: ResourcePool) -> None:
         """Close every group on `pool` and give its slots back. Processes that do not answer in time are killed."""
@@ -246,7 +259,7 @@ class RayExecutor(Executor):
                 for call in self.failure_log.find_failed():
                     call.finish()  # while processes live that were not at fault
             finally:
-                self._end(pool, self._occupied[pool].host_sets, orderly=True)
+                self._end(pool, self._occupied[pool].actor_groups, orderly=True)
 
     def close(self) -> None:
         """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds.
@@ -274,8 +287,8 @@ class RayExecutor(Executor):
             if call.pool not in late and not call.finish():
                 late.add(call.pool)
 
-    def _start(self, pool: ResourcePool, packed: PackedRoles) -> HostSet:
-        host_set = HostSet(
+    def _start(self, pool: ResourcePool, packed: PackedRoles) -> ActorGroup:
+        actor_group = ActorGroup(
             self._occupied[pool].placed,
             packed,
             cuts_slices=self._joined,
@@ -283,11 +296,11 @@ class RayExecutor(Executor):
             start_timeout_s=self._start_timeout_s,
             is_local=not self._joined,
         )
-        self._occupied[pool].host_sets.append(host_set)
-        return host_set
+        self._occupied[pool].actor_groups.append(actor_group)
+        return actor_group
 
-    def _await_ready(self, host_sets: Sequence[HostSet]) -> Undone | None:
-        return await_ready(host_sets, self._start_deadline(), self._waiter, self._inquirer)
+    def _await_ready(self, actor_groups: Sequence[ActorGroup]) -> Undone | None:
+        return await_ready(actor_groups, self._start_deadline(), self._waiter, self._probe)
 
     def _start_deadline(self) -> Deadline:
         return self._deadlines.get("__init__", Deadline(self._start_timeout_s, "start_timeout_s"))
@@ -300,21 +313,21 @@ class RayExecutor(Executor):
         known = (self._deadlines.get(str(name)) for name in names)
         return next(filter(None, known), Deadline(self.call_timeout_s, "call_timeout_s"))
 
-    def _end(self, pool: ResourcePool, host_sets: Sequence[HostSet], *, orderly: bool) -> str:
+    def _end(self, pool: ResourcePool, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> str:
         """End some of a pool's groups, and give its slots back with the last one; says what became of them."""
         occupied = self._occupied[pool]
-        left = [host_set for host_set in occupied.host_sets if host_set not in host_sets]
-        occupied.end(host_sets, orderly=orderly)
-        for host_set in self._list_host_sets():
-            if host_set not in host_sets:
-                host_set.disconnect_all(host_sets)
-        self._host_sets = {group: each for group, each in self._host_sets.items() if each not in host_sets}
-        occupied.host_sets = left
+        left = [actor_group for actor_group in occupied.actor_groups if actor_group not in actor_groups]
+        occupied.end(actor_groups, orderly=orderly)
+        for actor_group in self._list_actor_groups():
+            if actor_group not in actor_groups:
+                actor_group.disconnect_all(actor_groups)
+        self._actor_groups = {group: each for group, each in self._actor_groups.items() if each not in actor_groups}
+        occupied.actor_groups = left
         if not left:
             occupied.placed.remove()
             del self._occupied[pool]
-        ended = ", ".join(role for host_set in host_sets for role in host_set.roles) or "no group"
-        stand = ", ".join(role for host_set in left for role in host_set.roles)
+        ended = ", ".join(role for actor_group in actor_groups for role in actor_group.roles) or "no group"
+        stand = ", ".join(role for actor_group in left for role in actor_group.roles)
         others = f"its other groups stand: {stand}" if stand else "it has no other group and gave its slots back"
         return f"on pool {show(pool.name)} was ended: {ended}; {others}. build_groups(...) builds on it again"
 
@@ -324,37 +337,37 @@ class RayExecutor(Executor):
         self._closed = True
         # Errors name the logs of processes that are gone.
         keeps_logs = keeps_logs or any(
-            each.is_gone for host_set in self._list_host_sets() for each in host_set.processes
+            each.is_gone for actor_group in self._list_actor_groups() for each in actor_group.processes
         )
         with shielded():
             try:
                 self.trace.drain()
                 for occupied in self._occupied.values() if not self._cluster.is_lost else ():
-                    occupied.end(occupied.host_sets, orderly=orderly)
+                    occupied.end(occupied.actor_groups, orderly=orderly)
                     if self._joined:  # our own cluster ends with us
                         occupied.placed.remove()
             finally:
                 self._occupied.clear()
-                self._host_sets.clear()
+                self._actor_groups.clear()
                 self._ray_store.close()
                 self._waiter.close()
                 self._cluster.stop(keeps_logs=keeps_logs)
                 self._guard.restore()
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
-        host_set, occupied = self._host_set_of(group), self._occupied[group.pool]
-        if host_set.failure is not None:
-            self.failure_log.tell(next(iter(calls.values())).call_id, host_set.failure)
-            raise host_set.failure.to_error()
+        actor_group, occupied = self._actor_group_of(group), self._occupied[group.pool]
+        if actor_group.failure is not None:
+            self.failure_log.tell(next(iter(calls.values())).call_id, actor_group.failure)
+            raise actor_group.failure.to_error()
         # The same processes run their calls in order; others wait for each other, on every slot.
-        after = occupied.find_unfinished(but_for=host_set)
+        after = occupied.find_unfinished(but_for=actor_group)
         different = {id(call): call for call in calls.values()}
         packed = {key: pack_once(call._replace(after=after, timeout_s=_PATIENCE_S)) for key, call in different.items()}
         handles: dict[int, Any] = {}
         answers: dict[int, Any] = {}
         contents: list[Any] = []
         for rank, call in calls.items():
-            actor, (message, _) = host_set.actors[rank], packed[id(call)]
+            actor, (message, _) = actor_group.actors[rank], packed[id(call)]
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
             else:
@@ -367,7 +380,7 @@ class RayExecutor(Executor):
                     handles[rank] = SplitBatchHandle(metadata=answers[rank], contents=left)
                 else:
                     handles[rank] = LocalBatchHandle(left)
-            host_set.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
+            actor_group.processes[rank].note_call(f"call {call.call_id} {call.role}.{call.method}", answers[rank])
         first = next(iter(calls.values()))
         inputs = [each for _, inputs in packed.values() for each in inputs]
         references = [each.binary() for each in inputs if isinstance(each, ray.ObjectRef)]
@@ -376,7 +389,7 @@ class RayExecutor(Executor):
             role=group.role,
             method=first.method,
             pool=group.pool,
-            host_set=host_set,
+            actor_group=actor_group,
             answers=answers,
             inputs=self._supervisor.find_makers(references),
             references=references,
@@ -396,16 +409,16 @@ class RayExecutor(Executor):
         self._supervisor.watch(state, contents)
         return made
 
-    def _list_host_sets(self) -> list[HostSet]:
-        return [host_set for occupied in self._occupied.values() for host_set in occupied.host_sets]
+    def _list_actor_groups(self) -> list[ActorGroup]:
+        return [actor_group for occupied in self._occupied.values() for actor_group in occupied.actor_groups]
 
-    def _host_set_of(self, group: WorkerGroup) -> HostSet:
-        if group not in self._host_sets:
+    def _actor_group_of(self, group: WorkerGroup) -> ActorGroup:
+        if group not in self._actor_groups:
             raise PoolError(
                 f"group {show(group.role)} is closed: its pool {show(group.pool.name)} was released, or it "
                 f"could not be built"
             )
-        return self._host_sets[group]
+        return self._actor_groups[group]
 
 
 def _start_slicer() -> tuple[Any, str]:

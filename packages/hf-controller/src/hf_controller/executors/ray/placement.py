@@ -18,7 +18,7 @@ from hf_protocols.validation import show
 __all__ = ["PlacedPool", "place"]
 
 _SLOT_SHARE = 0.05
-"""Part of a slot that one process takes, so that several host sets fit on it."""
+"""Part of a slot that one process takes, so that several actor groups fit on it."""
 
 _SLICE_S = 0.05
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node

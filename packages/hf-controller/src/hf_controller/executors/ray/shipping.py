@@ -47,7 +47,7 @@ def _describe_unpicklable(roles: Mapping[str, WorkerSpec], error: BaseException)
         if found is not None:
             return ProtocolError(
                 f"{role}: the argument {found} of {spec.worker.__name__} cannot travel to another process "
-                f"({error}): give what the worker can build it from"
+                f"({error}). Use what the worker can build it from"
             )
     classes = ", ".join(f"{role}: {spec.worker.__qualname__}" for role, spec in roles.items())
     return ProtocolError(
@@ -129,6 +129,6 @@ def _merge_environments(roles: Mapping[str, WorkerSpec]) -> dict[str, str]:
             if merged.setdefault(name, value) != value:
                 raise ProtocolError(
                     f"{role} wants {name}={show(value)} in its environment, another role in its processes wants "
-                    f"{show(merged[name])}: give them one value, or build them without fused=True"
+                    f"{show(merged[name])}. Give them one value, or build them without fused=True"
                 )
     return merged

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from hf_controller.executors.ray.actor_ref import find_maker, own_origin
 from hf_controller.executors.ray.handles import Fetched, LocalBatchHandle, Sealed, SplitBatchHandle, ValueHandle, attach
-from hf_controller.executors.ray.host_process import find_maker, own_origin
 from hf_controller.executors.ray.wire import unpack_answer
 from hf_controller.failures import CLOSED, LostResultError
 from hf_protocols import PoolError, WorkerTimeoutError
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from hf_controller.data.transport import Shard, SliceRequest
 
 __all__ = [
-    "HostStore",
     "Origin",
+    "RankStore",
     "RayStore",
     "describe_unread",
 ]
@@ -152,7 +152,7 @@ class RayStore:
         return self._actors[name].cut.remote([_first_reference(shard.arrays)], request)
 
 
-class HostStore(RayStore):
+class RankStore(RayStore):
     """The store of a rank's process: what a call returns travels with its answer, see `CallServer.run_apart`."""
 
     def put(self, value: Any) -> Any:

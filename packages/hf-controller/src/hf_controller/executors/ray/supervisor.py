@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from hf_controller.executors.ray.call_state import CallState
-from hf_controller.executors.ray.cluster import Cluster
-from hf_controller.executors.ray.host_process import (
+from hf_controller.executors.ray.actor_group import ActorGroup
+from hf_controller.executors.ray.actor_ref import (
     DEATH_IS_KNOWN_S,
-    HostProcess,
+    ActorRef,
     describe_death,
     describe_processes,
     find_dead,
     find_maker,
     in_one_line,
 )
-from hf_controller.executors.ray.host_set import HostSet
-from hf_controller.executors.ray.waiting import Inquirer, Waiter
+from hf_controller.executors.ray.call_state import CallState
+from hf_controller.executors.ray.cluster import Cluster
+from hf_controller.executors.ray.waiting import Probe, Waiter
 from hf_controller.failures import Failure, LostResultError, describe_end, diagnosed, went_alike
 from hf_protocols import WorkerError, WorkerTimeoutError
 
@@ -51,8 +51,8 @@ class Supervisor:
 
     Args:
         waiter: waits for answers.
-        inquirer: asks processes what they are at.
-        list_host_sets: answers the sets of processes that stand.
+        probe: asks processes what they are at.
+        list_actor_groups: answers the sets of processes that stand.
         cluster: the cluster, without which nothing goes on.
     """
 
@@ -60,13 +60,13 @@ class Supervisor:
         self,
         *,
         waiter: Waiter,
-        inquirer: Inquirer,
-        list_host_sets: Callable[[], Sequence[HostSet]],
+        probe: Probe,
+        list_actor_groups: Callable[[], Sequence[ActorGroup]],
         cluster: Cluster,
     ) -> None:
         self._waiter = waiter
-        self._inquirer = inquirer
-        self._list_host_sets = list_host_sets
+        self._probe = probe
+        self._list_actor_groups = list_actor_groups
         self._cluster = cluster
         self._calls: dict[int, CallState] = {}
         self._makers: dict[str, Failure] = {}
@@ -120,9 +120,9 @@ class Supervisor:
         passed_s, self._looked_s = now_s - self._looked_s, now_s
         self._cluster.check()
         self._read_answers(self._calls.values())
-        for host_set in self._list_host_sets():
-            if host_set.failure is None:
-                self._find_death(host_set)
+        for actor_group in self._list_actor_groups():
+            if actor_group.failure is None:
+                self._find_death(actor_group)
         for call in list(self._calls.values()):
             self._judge(call, passed_s)
         self._forget_finished()
@@ -132,15 +132,15 @@ class Supervisor:
         for call in first.values():
             self._count_time(call, passed_s)
 
-    def look_for_deaths(self, host_sets: Sequence[HostSet]) -> None:
+    def look_for_deaths(self, actor_groups: Sequence[ActorGroup]) -> None:
         """Looks once the processes of joined groups have answered: one that was killed a moment ago never does.
 
         Raises:
             PoolError: if the cluster itself ended.
         """
-        joined = [each for each in host_sets if each.failure is None and len(each.list_joined()) > 1]
-        asked = {process: host_set for host_set in joined for process in host_set.processes}
-        dead = find_dead(list(asked), self._inquirer, _ANSWER_TIMEOUT_S)
+        joined = [each for each in actor_groups if each.failure is None and len(each.list_joined()) > 1]
+        asked = {process: actor_group for actor_group in joined for process in actor_group.processes}
+        dead = find_dead(list(asked), self._probe, _ANSWER_TIMEOUT_S)
         self.look()
         if dead is not None and asked[dead[0]].failure is None:
             self._end_of_process(asked[dead[0]], *dead)
@@ -148,9 +148,9 @@ class Supervisor:
     def explain(self, maker: str) -> Failure | None:
         """The failure of the group whose process made what is lost; None where it was released, or is not known."""
         self._read_answers(self._calls.values())
-        for host_set in self._list_host_sets():
-            if host_set.failure is None and any(process.origin == maker for process in host_set.processes):
-                self._await_death(host_set)
+        for actor_group in self._list_actor_groups():
+            if actor_group.failure is None and any(process.origin == maker for process in actor_group.processes):
+                self._await_death(actor_group)
         return self._makers.get(maker)
 
     def describe_late(self, call: CallState) -> str:
@@ -166,77 +166,81 @@ class Supervisor:
 
     def _forget_finished(self) -> None:
         for call_id, call in list(self._calls.items()):
-            if not call.find_unread() or call.host_set.failure is not None:
+            if not call.find_unread() or call.actor_group.failure is not None:
                 del self._calls[call_id]
                 for each in call.left:
                     self._made.pop(each, None)
 
-    def _find_death(self, host_set: HostSet) -> bool:
+    def _find_death(self, actor_group: ActorGroup) -> bool:
         """End a group of which a process is gone. Returns True if one is."""
-        for process in host_set.processes:
+        for process in actor_group.processes:
             end = process.find_end()
-            if end is not None and not host_set.was_released:
-                self._end_of_process(host_set, process, None)
+            if end is not None and not actor_group.was_released:
+                self._end_of_process(actor_group, process, None)
                 return True
         return False
 
-    def _await_death(self, host_set: HostSet) -> None:
-        """Waits for the end of a host set whose results are lost: its process is gone, or will be soon."""
+    def _await_death(self, actor_group: ActorGroup) -> None:
+        """Waits for the end of a actor group whose results are lost: its process is gone, or will be soon."""
         ends_s = time.monotonic() + _SETTLING_S
-        while host_set.failure is None and not self._find_death(host_set):
+        while actor_group.failure is None and not self._find_death(actor_group):
             if time.monotonic() > ends_s:
-                self._find_death_afar([host_set])
+                self._find_remote_death([actor_group])
                 break
             time.sleep(_POLL_S)
 
-    def _find_death_afar(self, members: Sequence[HostSet]) -> bool:
-        """The same of joined groups for processes on other machines, whose end Ray alone tells."""
-        afar = {process: each for each in members for process in each.processes if not process.is_watched}
-        dead = find_dead(list(afar), self._inquirer, DEATH_IS_KNOWN_S)
+    def _find_remote_death(self, members: Sequence[ActorGroup]) -> bool:
+        """The same of joined groups for processes on other machines, whose end only Ray reports."""
+        remote = {process: each for each in members for process in each.processes if not process.is_watched}
+        dead = find_dead(list(remote), self._probe, DEATH_IS_KNOWN_S)
         if dead is not None:
-            self._end_of_process(afar[dead[0]], *dead)
+            self._end_of_process(remote[dead[0]], *dead)
         return dead is not None
 
-    def _end_of_process(self, host_set: HostSet, process: HostProcess, error: RayError | None) -> None:
-        self._await_last_answers(host_set, process.rank)
-        ran = next((c for c in self._calls.values() if c.host_set is host_set and _was_ended(c, process.rank)), None)
+    def _end_of_process(self, actor_group: ActorGroup, process: ActorRef, error: RayError | None) -> None:
+        self._await_last_answers(actor_group, process.rank)
+        ran = next(
+            (c for c in self._calls.values() if c.actor_group is actor_group and _was_ended(c, process.rank)), None
+        )
         last = process.last_call.split(" ")[-1]
         role, _, method = f"{ran.role}.{ran.method}".partition(".") if ran else last.partition(".")
         found = describe_death(
             process,
-            role=role if method else host_set.name,
+            role=role if method else actor_group.name,
             method=method or "__init__",
             rank=process.rank,
             error=error,
-            inquirer=self._inquirer,
+            probe=self._probe,
         )
-        self._end(host_set, found)
+        self._end(actor_group, found)
 
-    def _await_last_answers(self, host_set: HostSet, rank: int) -> None:
+    def _await_last_answers(self, actor_group: ActorGroup, rank: int) -> None:
         """A process's end is seen at once; that it had answered its earlier calls is known a moment later."""
-        calls = [call for call in self._calls.values() if call.host_set is host_set and rank in call.find_unread()]
+        calls = [
+            call for call in self._calls.values() if call.actor_group is actor_group and rank in call.find_unread()
+        ]
         if calls:
             handles = [call.find_unread()[rank] for call in calls]
             ray.wait(handles, num_returns=len(handles), timeout=_SETTLING_S)
             self._read_answers(calls)
 
-    def _find_running(self, host_set: HostSet, rank: int) -> CallState | None:
+    def _find_running(self, actor_group: ActorGroup, rank: int) -> CallState | None:
         """The first call that a rank was given and has not answered, or that has just failed there."""
-        given = (each for each in self._calls.values() if each.host_set is host_set)
+        given = (each for each in self._calls.values() if each.actor_group is actor_group)
         return next((each for each in given if rank in each.find_unread() or rank in each.failures), None)
 
     def _judge(self, call: CallState, passed_s: float = 0.0) -> None:
         """Decides if a call failed, and its group with it."""
-        if call.failure is None and call.host_set.failure is not None and (call.has_failed or call.find_unread()):
-            call.failure = call.host_set.failure
+        if call.failure is None and call.actor_group.failure is not None and (call.has_failed or call.find_unread()):
+            call.failure = call.actor_group.failure
         if call.failure is not None or not call.has_failed:
             return
         for rank, error in call.lost.items():
             if not isinstance(error, RayTaskError):
-                if call.host_set.was_released:
+                if call.actor_group.was_released:
                     call.failure = _describe_release(call, rank)
                     return
-                self._end_of_process(call.host_set, call.host_set.processes[rank], error)
+                self._end_of_process(call.actor_group, call.actor_group.processes[rank], error)
                 return
         unread = {rank for rank, each in call.failures.items() if each.lost_from in self._makers}
         failures = self._name_makers(call)
@@ -278,28 +282,30 @@ class Supervisor:
     def _settle(self, call: CallState) -> None:
         """End the group of a call, for its first failure; a death that others feel may be known a moment later."""
         ends_s = time.monotonic() + _SETTLING_S
-        members = call.host_set.list_joined()
+        members = call.actor_group.list_joined()
         while True:
-            self._read_answers([each for each in self._calls.values() if each.host_set in members])
-            if any(self._find_death(host_set) for host_set in members):
+            self._read_answers([each for each in self._calls.values() if each.actor_group in members])
+            if any(self._find_death(actor_group) for actor_group in members):
                 return
             for each in list(self._calls.values()):
                 dead = [rank for rank, error in each.lost.items() if not isinstance(error, RayTaskError)]
-                if each.host_set in members and dead:
-                    self._end_of_process(each.host_set, each.host_set.processes[dead[0]], each.lost[dead[0]])
+                if each.actor_group in members and dead:
+                    self._end_of_process(each.actor_group, each.actor_group.processes[dead[0]], each.lost[dead[0]])
                     return
             if time.monotonic() > ends_s:
                 break
             time.sleep(_POLL_S)
-        if self._find_death_afar(members):
+        if self._find_remote_death(members):
             return
-        raised = [each for each in self._calls.values() if each.host_set in members and each.failures]
+        raised = [each for each in self._calls.values() if each.actor_group in members and each.failures]
         failed = min([call, *raised], key=lambda each: each.first_failure_s)
-        self._end(failed.host_set, failed.choose(failed.failures or {0: self._lost_input(call, next(iter(call.lost)))}))
+        self._end(
+            failed.actor_group, failed.choose(failed.failures or {0: self._lost_input(call, next(iter(call.lost)))})
+        )
 
     def _count_time(self, call: CallState, passed_s: float) -> None:
         """The first call of a pool waits for inputs and its ranks alone: its time, as this process saw it pass."""
-        if call.host_set.failure is not None or call.inputs & self._calls.keys() or not call.host_set.is_ready():
+        if call.actor_group.failure is not None or call.inputs & self._calls.keys() or not call.actor_group.is_ready():
             return
         call.elapsed_s = 0.0 if passed_s > _GAP_S else call.elapsed_s + passed_s
         if call.elapsed_s > call.deadline.seconds:
@@ -307,15 +313,15 @@ class Supervisor:
 
     def _end_of_time(self, call: CallState) -> None:
         """A call hangs: name the processes that do not move, of its group or of those that it is joined with."""
-        members = [process for host_set in call.host_set.list_joined() for process in host_set.processes]
+        members = [process for actor_group in call.actor_group.list_joined() for process in actor_group.processes]
         late = sorted(call.find_unread())
         seconds, key = call.deadline
         head = f"{call.role}.{call.method} is not done after {seconds:g} s on rank(s) {', '.join(map(str, late))}"
-        silent: list[HostProcess] = []
+        silent: list[ActorRef] = []
         stopped = self._cluster.resume_stopped()
 
         def describe() -> str:
-            told = describe_processes(members, self._inquirer, _ANSWER_TIMEOUT_S)
+            told = describe_processes(members, self._probe, _ANSWER_TIMEOUT_S)
             silent.extend(process for process, (answers, _) in zip(members, told, strict=True) if not answers)
             who = f"{', '.join(each.label for each in silent)} did not move. " if silent else ""
             who += "".join(f"The {name} of the cluster was stopped, as by SIGSTOP. " for name in stopped)
@@ -330,45 +336,45 @@ class Supervisor:
         text = diagnosed(describe)
         if not text.startswith(head):
             text = f"{head}: raise {key} if it was only slow. {text}"
-        rank = next((each.rank for each in silent if each in call.host_set.processes), late[0])
+        rank = next((each.rank for each in silent if each in call.actor_group.processes), late[0])
         found = Failure.of(WorkerTimeoutError(text), role=call.role, method=call.method, rank=rank, origin=call.origin)
-        self._end(call.host_set, replace(found, remote_traceback="", exception=None))
+        self._end(call.actor_group, replace(found, remote_traceback="", exception=None))
 
-    def _end(self, failed: HostSet, failure: Failure) -> None:
+    def _end(self, failed: ActorGroup, failure: Failure) -> None:
         """End a group, those in its processes, and those that it is joined with."""
         members = failed.list_joined()
-        roles = [role for host_set in members for role in host_set.roles]
+        roles = [role for actor_group in members for role in actor_group.roles]
         others = diagnosed(lambda: self._describe_others(members, failure))
-        note = describe_end(roles, others, [host_set.pool.name for host_set in members])
+        note = describe_end(roles, others, [actor_group.pool.name for actor_group in members])
         failure = replace(failure, note=note)
-        for host_set in members:
-            host_set.fail(failure)
-            self._makers |= {process.origin: failure for process in host_set.processes}
+        for actor_group in members:
+            actor_group.fail(failure)
+            self._makers |= {process.origin: failure for process in actor_group.processes}
         for call in self._calls.values():
-            if call.host_set not in members or call.failure is not None:
+            if call.actor_group not in members or call.failure is not None:
                 continue
-            felt_it = bool(call.failures) and call.host_set is not failed  # of a partner, which ended
+            felt_it = bool(call.failures) and call.actor_group is not failed  # of a partner, which ended
             if call.find_unread() or call.lost or call.origin == failure.origin or felt_it:
                 call.failure = failure
             elif call.failures:  # it was over before
                 call.failure = call.choose(self._name_makers(call))
 
-    def _describe_others(self, members: Sequence[HostSet], failure: Failure) -> str:
+    def _describe_others(self, members: Sequence[ActorGroup], failure: Failure) -> str:
         """Describes the activity of the other ranks, as far as it is known here."""
         said = []
-        for host_set in members:
-            for process in host_set.processes:
-                if process.rank == failure.rank and failure.role in host_set.roles:
+        for actor_group in members:
+            for process in actor_group.processes:
+                if process.rank == failure.rank and failure.role in actor_group.roles:
                     continue
-                ran = self._find_running(host_set, process.rank)
+                ran = self._find_running(actor_group, process.rank)
                 doing = f"in {ran.role}.{ran.method}" if ran else "idle"
                 said.append(f"{process.label} was {'gone' if process.is_gone else doing}")
         return f"; {', '.join(said)}" if said else ""
 
     def _describe_late(self, call: CallState, ranks: Sequence[int]) -> str:
-        everyone = [process for host_set in self._list_host_sets() for process in host_set.processes]
-        told = dict(zip(everyone, describe_processes(everyone, self._inquirer, _ANSWER_TIMEOUT_S), strict=True))
-        late = {call.host_set.processes[rank]: rank for rank in ranks}
+        everyone = [process for actor_group in self._list_actor_groups() for process in actor_group.processes]
+        told = dict(zip(everyone, describe_processes(everyone, self._probe, _ANSWER_TIMEOUT_S), strict=True))
+        late = {call.actor_group.processes[rank]: rank for rank in ranks}
         lines = [f"rank {rank}: {told[process][1]}" for process, rank in late.items() if process in told]
         # What a late rank waits for is what others are at.
         return "\n".join(
@@ -390,7 +396,7 @@ def _was_ended(call: CallState, rank: int) -> bool:
 
 
 def _describe_release(call: CallState, rank: int) -> Failure:
-    process = call.host_set.processes[rank]
+    process = call.actor_group.processes[rank]
     return call.describe(
         WorkerError(
             f"{call.role}.{call.method} on rank {rank} failed: process {process.label} is gone: its pool "

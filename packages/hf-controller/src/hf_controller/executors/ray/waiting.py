@@ -18,7 +18,7 @@ from hf_controller.failures import CLOSED
 from hf_controller.signals import SignalGuard
 from hf_protocols import PoolError
 
-__all__ = ["Inquirer", "Waiter"]
+__all__ = ["Probe", "Waiter"]
 
 # Ray looks for signals once a second, and loses some of the exceptions that their handlers raise.
 _SLICE_S = 0.2
@@ -66,7 +66,7 @@ class Waiter:
             raise PoolError(CLOSED)
 
 
-class Inquirer:
+class Probe:
     """Questions to the actors of rank processes."""
 
     def __init__(self) -> None:

@@ -184,7 +184,7 @@ class CallServer:
     """Runs the calls of one rank's process, one after another.
 
     Args:
-        name: the host set's name: its roles.
+        name: the actor group's name: its roles.
         rank: this rank.
         slicer: the name under which other machines ask this process for slices; None where there are none.
     """

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from hf_controller.executors.ray.actor_ref import in_one_line
 from hf_controller.executors.ray.call_state import CallState
 from hf_controller.executors.ray.handles import ValueHandle
-from hf_controller.executors.ray.host_process import in_one_line
 from hf_controller.executors.ray.supervisor import Supervisor
 from hf_controller.executors.ray.waiting import Waiter
 from hf_controller.executors.ray.wire import unpack_answer
@@ -77,7 +77,7 @@ class RayCall:
         that was reported as late is not waited for again.
         """
         state = self._state
-        if state.is_told or state.host_set.was_released:
+        if state.is_told or state.actor_group.was_released:
             return True
         if not self._await(0.0 if state.is_late else None):
             return False
@@ -129,7 +129,7 @@ class RayCall:
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
         """The end of the process that made what cannot be read; None where it is another call's, or lives."""
-        if all(process.origin != error.maker for process in self._state.host_set.processes):
+        if all(process.origin != error.maker for process in self._state.actor_group.processes):
             return None
         death = self._supervisor.explain(error.maker)
         if death is None:

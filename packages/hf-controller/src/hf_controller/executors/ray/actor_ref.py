@@ -12,12 +12,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, ObjectLostErro
 
 from hf_controller.executors.ray.process_end import ProcessEnd, ProcessWatch
 from hf_controller.executors.ray.ray_internals import find_actor_id
-from hf_controller.executors.ray.waiting import Inquirer
+from hf_controller.executors.ray.waiting import Probe
 from hf_controller.failures import Failure
 
 __all__ = [
     "DEATH_IS_KNOWN_S",
-    "HostProcess",
+    "ActorRef",
     "Location",
     "describe_death",
     "describe_processes",
@@ -55,7 +55,7 @@ def find_location() -> Location:
     return Location(os.getpid(), address, socket.gethostname(), log)
 
 
-class HostProcess:
+class ActorRef:
     """One rank's process.
 
     Args:
@@ -148,13 +148,13 @@ class HostProcess:
 
 
 def describe_death(
-    process: HostProcess, *, role: str, method: str, rank: int, error: RayError | None, inquirer: Inquirer
+    process: ActorRef, *, role: str, method: str, rank: int, error: RayError | None, probe: Probe
 ) -> Failure:
     """Describe the end of a process that ran `role.method`, or was given it: as the system says it, else as Ray."""
     end = process.find_end()
     process.is_gone = True
     if not str(end or "") and error is None:  # it was gone before it could be watched: Ray knows how, or will soon
-        dead = find_dead([process], inquirer, DEATH_IS_KNOWN_S)
+        dead = find_dead([process], probe, DEATH_IS_KNOWN_S)
         error = dead and dead[1]
     how = str(end or "") or (in_one_line(error) if error is not None else "it ended")
     where = f"it was given last: {process.last_call}; it was {process.describe_location()}"
@@ -195,35 +195,31 @@ def in_one_line(error: RayError) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
 
-def describe_processes(
-    processes: Sequence[HostProcess], inquirer: Inquirer, timeout_s: float
-) -> list[tuple[bool, str]]:
+def describe_processes(processes: Sequence[ActorRef], probe: Probe, timeout_s: float) -> list[tuple[bool, str]]:
     """Returns for each process True if it responds, and its activity, machine and stack.
 
     For a process that is gone or does not respond in time: its last call, and the place where its stack can be read.
     """
-    answers = inquirer.ask([process.actor for process in processes], "describe", timeout_s)
+    answers = probe.ask([process.actor for process in processes], "describe", timeout_s)
     return [
         (not isinstance(answer, RayError), _describe(process, answer))
         for process, answer in zip(processes, answers, strict=True)
     ]
 
 
-def find_dead(
-    processes: Sequence[HostProcess], inquirer: Inquirer, timeout_s: float
-) -> tuple[HostProcess, RayError] | None:
+def find_dead(processes: Sequence[ActorRef], probe: Probe, timeout_s: float) -> tuple[ActorRef, RayError] | None:
     """The first process that Ray knows to be dead, or no longer reaches, and what it says.
 
     One that lives answers at once. One that died a moment ago does not, until Ray knows its end. One that never
     started is not asked.
     """
     asked = [process for process in processes if process.find_location() is not None]
-    answers = inquirer.ask([process.actor for process in asked], "locate", timeout_s) if asked else []
+    answers = probe.ask([process.actor for process in asked], "locate", timeout_s) if asked else []
     found = zip(asked, answers, strict=True)
     return next(((process, error) for process, error in found if isinstance(error, _LOST)), None)
 
 
-def _describe(process: HostProcess, answer: Any) -> str:
+def _describe(process: ActorRef, answer: Any) -> str:
     where = process.describe_location()
     if isinstance(answer, RayError):
         if process.find_location() is None:

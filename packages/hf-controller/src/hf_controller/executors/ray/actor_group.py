@@ -1,4 +1,4 @@
-"""The processes that hold the same roles, one actor per rank of a pool; and all processes on a pool."""
+"""The processes that hold the same roles, one actor per rank of a pool; all of a pool; connections of two groups."""
 
 from __future__ import annotations
 
@@ -11,30 +11,39 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import RayError
 
-from hf_controller.executors.ray.actor import Construction, HostActor, Joining
-from hf_controller.executors.ray.host_process import (
+from hf_controller.executors.ray.actor import Construction, Joining, RankActor
+from hf_controller.executors.ray.actor_ref import (
     DEATH_IS_KNOWN_S,
-    HostProcess,
+    ActorRef,
     describe_death,
     describe_processes,
     find_dead,
 )
 from hf_controller.executors.ray.placement import PlacedPool
 from hf_controller.executors.ray.shipping import PackedRoles, list_import_path
-from hf_controller.executors.ray.waiting import Inquirer, Waiter
+from hf_controller.executors.ray.waiting import Probe, Waiter
 from hf_controller.failures import Deadline, Failure, diagnosed
 from hf_controller.groups.default_group import Rendezvous
+from hf_controller.groups.worker_group import WorkerGroup
 from hf_protocols import HybridFlowError, ProtocolError, WorkerTimeoutError
 from hf_protocols.validation import show
 
-__all__ = ["HostSet", "OccupiedPool", "Undone", "await_answers", "await_ready"]
+__all__ = [
+    "ActorGroup",
+    "OccupiedPool",
+    "Undone",
+    "await_answers",
+    "await_ready",
+    "check_connection",
+    "plan_joinings",
+]
 
 _ANSWER_TIMEOUT_S = 5.0
 _GAP_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 
 
-class HostSet:
+class ActorGroup:
     """Starts the processes and the construction of their workers, and does not wait for it.
 
     Args:
@@ -68,7 +77,7 @@ class HostSet:
         is_local: bool,
     ) -> None:
         pool, roles = placed.pool, packed.roles
-        self._connections: dict[tuple[str, str], HostSet] = {}
+        self._connections: dict[tuple[str, str], ActorGroup] = {}
         self.name = "+".join(roles)
         self.pool = pool
         self.failure: Failure | None = None
@@ -80,7 +89,7 @@ class HostSet:
             for rank in range(pool.num_slots)
         ]
         self.processes = [
-            HostProcess(self.name, rank, pool.name, actor, is_here=is_local) for rank, actor in enumerate(self.actors)
+            ActorRef(self.name, rank, pool.name, actor, is_here=is_local) for rank, actor in enumerate(self.actors)
         ]
         process_group = any(spec.worker.needs_process_group for spec in roles.values())
         self._has_process_group = process_group
@@ -110,13 +119,13 @@ class HostSet:
             ProtocolError: if it is taken.
         """
         if (role, name) in self._connections:
-            raise ProtocolError(f"{role} has a connection {show(name)} already: choose another name")
+            raise ProtocolError(f"{role} has a connection {show(name)} already. Choose another name")
 
-    def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, HostProcess]:
+    def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, ActorRef]:
         """Start joining another group: the process of every rank by the handle of its answer."""
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
-    def keep_connection(self, role: str, name: str, other: HostSet) -> None:
+    def keep_connection(self, role: str, name: str, other: ActorGroup) -> None:
         """Note that every rank has joined those of `other`."""
         self._connections[role, name] = other
 
@@ -137,7 +146,7 @@ class HostSet:
         """True if a rank may wait for another one."""
         return self._has_process_group or bool(self._connections)
 
-    def list_joined(self) -> list[HostSet]:
+    def list_joined(self) -> list[ActorGroup]:
         """This set and those that it is connected with, or they are."""
         joined = [self]
         for each in joined:
@@ -162,7 +171,7 @@ class HostSet:
         self.was_released = True
         self.kill()
 
-    def disconnect_all(self, others: Sequence[HostSet]) -> None:
+    def disconnect_all(self, others: Sequence[ActorGroup]) -> None:
         """Leave the connections with `others`."""
         for (role, name), other in list(self._connections.items()):
             if other in others:
@@ -186,14 +195,14 @@ def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: b
         max_restarts=0, max_task_retries=0, concurrency_groups=groups, enable_task_events=False
     )
     slicer = name if cuts_slices else None
-    return decorate(HostActor).options(name=name, **options).remote(role, rank, world_size, slicer)
+    return decorate(RankActor).options(name=name, **options).remote(role, rank, world_size, slicer)
 
 
 class Undone(NamedTuple):
     """Reason for which some processes are not done with a request, and the ones that failed or are late."""
 
     failure: Failure
-    processes: Sequence[HostProcess]
+    processes: Sequence[ActorRef]
 
     @property
     def error(self) -> HybridFlowError:
@@ -201,29 +210,29 @@ class Undone(NamedTuple):
         return self.failure.to_error()
 
 
-def await_ready(host_sets: Sequence[HostSet], deadline: Deadline, waiter: Waiter, inquirer: Inquirer) -> Undone | None:
-    """Wait until every worker of `host_sets` is constructed. Returns the result of `await_answers`."""
-    asked = {handle: process for host_set in host_sets for handle, process in host_set.constructing.items()}
-    failed = next((each for each in host_sets if each.constructing and each.failure is not None), None)
+def await_ready(actor_groups: Sequence[ActorGroup], deadline: Deadline, waiter: Waiter, probe: Probe) -> Undone | None:
+    """Wait until every worker of `actor_groups` is constructed. Returns the result of `await_answers`."""
+    asked = {handle: process for actor_group in actor_groups for handle, process in actor_group.constructing.items()}
+    failed = next((each for each in actor_groups if each.constructing and each.failure is not None), None)
     if failed is not None and failed.failure is not None:
         return Undone(failed.failure, failed.processes)
-    undone = await_answers(asked, "__init__", deadline, waiter, inquirer)
-    for host_set in host_sets:
-        if undone is not None and any(process in undone.processes for process in host_set.processes):
-            host_set.failure = undone.failure  # of its calls, too
+    undone = await_answers(asked, "__init__", deadline, waiter, probe)
+    for actor_group in actor_groups:
+        if undone is not None and any(process in undone.processes for process in actor_group.processes):
+            actor_group.failure = undone.failure  # of its calls, too
         if undone is None:
-            host_set.constructing.clear()
-            for process in host_set.processes:
+            actor_group.constructing.clear()
+            for process in actor_group.processes:
                 process.find_end()  # from now on its end is seen
     return undone
 
 
 def await_answers(
-    asked: Mapping[Any, HostProcess],
+    asked: Mapping[Any, ActorRef],
     method: str,
     deadline: Deadline,
     waiter: Waiter,
-    inquirer: Inquirer,
+    probe: Probe,
     since_s: float | None = None,
 ) -> Undone | None:
     """Wait until every rank has answered what it was asked, or one that it failed, or time is up.
@@ -233,7 +242,7 @@ def await_answers(
         method: what the ranks do.
         deadline: of all of them.
         waiter: waits.
-        inquirer: asks those that are late.
+        probe: asks those that are late.
         since_s: when the deadline began, in seconds of `time.monotonic`; None: now.
 
     Returns:
@@ -247,51 +256,49 @@ def await_answers(
         ready = waiter.wait_slice(pending)
         if time.monotonic() - begun_s > _GAP_S:
             ends_s += time.monotonic() - begun_s  # this process stood still
-        answers = {asked[handle]: _failure(handle, asked[handle], method, inquirer) for handle in ready}
+        answers = {asked[handle]: _failure(handle, asked[handle], method, probe) for handle in ready}
         failures = {process: failure for process, failure in answers.items() if failure is not None}
         dead = [process for handle in pending if (process := asked[handle]).find_end() is not None]
         if dead or failures:
             # A process that is gone is why others failed.
             left = [process for handle in pending if not (process := asked[handle]).is_watched]
-            lost = None if dead or len(asked) == 1 else find_dead(left, inquirer, DEATH_IS_KNOWN_S)
+            lost = None if dead or len(asked) == 1 else find_dead(left, probe, DEATH_IS_KNOWN_S)
             if lost is not None:
-                return Undone(_describe(lost[0], method, lost[1], inquirer), [lost[0], *failures])
-            first = _describe(dead[0], method, None, inquirer) if dead else next(iter(failures.values()))
+                return Undone(_describe(lost[0], method, lost[1], probe), [lost[0], *failures])
+            first = _describe(dead[0], method, None, probe) if dead else next(iter(failures.values()))
             return Undone(first, [*dead, *failures])
         pending = [handle for handle in pending if handle not in ready]
         if pending and time.monotonic() > ends_s:
             late = [asked[handle] for handle in pending]
-            error = _to_timeout(late, method, deadline, inquirer)
+            error = _to_timeout(late, method, deadline, probe)
             role = late[0].label.rpartition("/")[0]
             failure = Failure.of(error, role=role, method=method, rank=late[0].rank)
             return Undone(replace(failure, remote_traceback=""), late)
     return None
 
 
-def _to_timeout(
-    missing: Sequence[HostProcess], method: str, deadline: Deadline, inquirer: Inquirer
-) -> WorkerTimeoutError:
+def _to_timeout(missing: Sequence[ActorRef], method: str, deadline: Deadline, probe: Probe) -> WorkerTimeoutError:
     labels = ", ".join(process.label for process in missing)
     head = f"{labels} not done with {method} within {deadline.seconds:g} s: raise {deadline.key}, or look at the cause:"
 
     def describe() -> str:
-        told = describe_processes(missing, inquirer, _ANSWER_TIMEOUT_S)
+        told = describe_processes(missing, probe, _ANSWER_TIMEOUT_S)
         return "\n".join(f"{process.label}: {text}" for process, (_, text) in zip(missing, told, strict=True))
 
     return WorkerTimeoutError(f"{head}\n{diagnosed(describe)}")
 
 
-def _failure(handle: Any, process: HostProcess, method: str, inquirer: Inquirer) -> Failure | None:
+def _failure(handle: Any, process: ActorRef, method: str, probe: Probe) -> Failure | None:
     try:
         answer = ray.get(handle)
     except RayError as error:
-        return _describe(process, method, error, inquirer)
+        return _describe(process, method, error, probe)
     return answer if isinstance(answer, Failure) else None
 
 
-def _describe(process: HostProcess, method: str, error: RayError | None, inquirer: Inquirer) -> Failure:
+def _describe(process: ActorRef, method: str, error: RayError | None, probe: Probe) -> Failure:
     role = process.label.rpartition("/")[0]
-    return describe_death(process, role=role, method=method, rank=process.rank, error=error, inquirer=inquirer)
+    return describe_death(process, role=role, method=method, rank=process.rank, error=error, probe=probe)
 
 
 @dataclass
@@ -299,21 +306,62 @@ class OccupiedPool:
     """A pool in use: its slots and its processes."""
 
     placed: PlacedPool
-    host_sets: list[HostSet] = field(default_factory=list)
+    actor_groups: list[ActorGroup] = field(default_factory=list)
 
-    def find_unfinished(self, but_for: HostSet | None = None) -> list[Any]:
+    def find_unfinished(self, but_for: ActorGroup | None = None) -> list[Any]:
         """Answers that are there once every call on the pool is over, or every one of other processes."""
-        host_sets = [host_set for host_set in self.host_sets if host_set is not but_for]
-        last = [process.last_answer for host_set in host_sets for process in host_set.processes]
+        actor_groups = [actor_group for actor_group in self.actor_groups if actor_group is not but_for]
+        last = [process.last_answer for actor_group in actor_groups for process in actor_group.processes]
         answers = [answer for answer in last if answer is not None]
         return ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)[1] if answers else []
 
-    def end(self, host_sets: Sequence[HostSet], *, orderly: bool) -> None:
+    def end(self, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> None:
         """End the processes of some groups; where all calls are over, orderly, their workers close first."""
         # Ranks that are still at a call may never answer.
         if orderly and not self.find_unfinished():
-            for host_set in host_sets:
-                if host_set.failure is None:
-                    host_set.close(_CLOSE_TIMEOUT_S)
-        for host_set in host_sets:
-            host_set.release()
+            for actor_group in actor_groups:
+                if actor_group.failure is None:
+                    actor_group.close(_CLOSE_TIMEOUT_S)
+        for actor_group in actor_groups:
+            actor_group.release()
+
+
+def check_connection(first: WorkerGroup, second: WorkerGroup, actor_groups: Sequence[ActorGroup], name: str) -> None:
+    """Refuse groups that cannot meet in a collective, before any rank waits for others.
+
+    Raises:
+        ProtocolError: naming the groups.
+        HybridFlowError: the first failure of a group that ended.
+    """
+    for actor_group in actor_groups:
+        if actor_group.failure is not None:
+            raise actor_group.failure.to_error()
+    if actor_groups[0] is actor_groups[1]:
+        raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
+    if first.pool is second.pool:
+        raise ProtocolError(
+            f"{first.role} and {second.role} stand on one pool ({show(first.pool.name)}) and take "
+            f"turns, so they never "
+            "meet in a collective. Give each a pool of its own, or fuse them (fused=True)"
+        )
+    if first.role == second.role:
+        raise ProtocolError(f"both groups have the role {show(first.role)}, which distinguishes a connection's sides")
+    for group, actor_group in zip((first, second), actor_groups, strict=True):
+        actor_group.check_connection(group.role, name)
+
+
+def plan_joinings(
+    first: WorkerGroup, second: WorkerGroup, name: str, *, on_one_machine: bool, timeout_s: float
+) -> list[Joining]:
+    """Plans a connection, for the ranks of each group."""
+    border, end = first.world_size, first.world_size + second.world_size
+    joining = Joining(
+        name=name,
+        token=uuid.uuid4().hex,
+        role=first.role,
+        ranks={first.role: tuple(range(border)), second.role: tuple(range(border, end))},
+        device="cpu" if "cpu" in (first.pool.device, second.pool.device) else "cuda:0",
+        on_one_machine=on_one_machine,
+        timeout_s=timeout_s,
+    )
+    return [replace(joining, role=group.role) for group in (first, second)]
