@@ -215,13 +215,13 @@ LOCAL, FAR = "http://127.0.0.1:1", "http://far.example:1"
     [
         ("transformers", {"cache_bytes": 9, "cache_fraction": 0.5}, "cache_bytes=9 and cache_fraction=0.5 both size"),
         ("transformers", {"cache_bytes": 0}, "cache_bytes=0 must be a whole number of at least 1"),
-        ("transformers", {"cache_fraction": 2}, "cache_fraction=2: give a share of the memory above 0 and below 1"),
-        ("server", {}, r"urls=\(\): give a list of 1 or more URLs"),
-        ("server", {"urls": []}, r"urls=\[\]: give a list of 1 or more URLs"),
+        ("transformers", {"cache_fraction": 2}, "cache_fraction=2. Use a share of the memory above 0 and below 1"),
+        ("server", {}, r"urls=\(\). Use a list of 1 or more URLs"),
+        ("server", {"urls": []}, r"urls=\[\]. Use a list of 1 or more URLs"),
         ("server", {"urls": [LOCAL, "localhost"]}, "urls: 'localhost' is not a URL; set it to one such as"),
         ("server", {"urls": [LOCAL], "timeout_s": 0}, "timeout_s=0 must be a finite number above 0"),
         ("server", {"urls": [LOCAL], "connect_timeout_s": -1}, "connect_timeout_s=-1 must be a finite number"),
-        ("server", {"urls": [LOCAL, FAR]}, f"the server at {FAR} may be on .* give rollout.options.weights_directory"),
+        ("server", {"urls": [LOCAL, FAR]}, f"the server at {FAR} may be on .* Use rollout.options.weights_directory"),
     ],
 )
 def test_a_value_that_is_wrong_on_any_machine_is_refused(backend: str, options: dict[str, object], wanted: str) -> None:

@@ -163,7 +163,7 @@ def test_an_algorithm_of_ones_own_is_shown_with_its_docstrings(hybridflow: Comma
         (["--algorithm", "grpoo"], "algorithm.name = 'grpoo': is not an algorithm. Did you mean 'grpo'?"),
         (["--algorithm", "absent.py:MINE"], "algorithm.recipe = 'absent.py:MINE': there is no file"),
         (["--set", "run.sead=1"], "unknown key 'run.sead': did you mean 'run.seed'?"),
-        (["--set", "run.seed"], "--set 'run.seed': write it as section.key=value"),
+        (["--set", "run.seed"], "--set 'run.seed'. Write it as section.key=value"),
         (["--algorithm", "grpo", "--set", "algorithm.gamma=1"], "unknown key 'algorithm.gamma'"),
         (["absent.toml"], "absent.toml"),
         (["broken.toml"], "broken.toml is not valid TOML"),

@@ -169,7 +169,7 @@ def test_options_of_the_template_reach_it(tmp_path: Path) -> None:
     assert list(report["first"]["ids"]) == tokenizer("13much")["input_ids"]
     with pytest.raises(ConfigError, match=r"^--template-option has tokenize, which is not a variable of a chat"):
         run(*words, "--template-option", "tokenize=true")
-    with pytest.raises(ConfigError, match=r"^--template-option 'think': write it as NAME=VALUE, such as enable_think"):
+    with pytest.raises(ConfigError, match=r"^--template-option 'think'. Write it as NAME=VALUE, such as enable_think"):
         run(*words, "--template-option", "think")
 
 
@@ -187,7 +187,7 @@ def test_a_model_with_fewer_logits_than_ids_is_refused(rows: str, tmp_path: Path
     [
         ("config.json", {"dtype": "bfloat17"}, "has dtype='bfloat17' in its config.json, which no weights have"),
         ("config.json", {"num_hidden_layers": 2.5}, "has num_hidden_layers=2.5 in its config.json; give a whole"),
-        ("generation_config.json", {"eos_token_id": "x"}, "generation_config.json has eos_token_id='x': give a token"),
+        ("generation_config.json", {"eos_token_id": "x"}, "generation_config.json has eos_token_id='x'. Use a token"),
     ],
 )
 def test_a_models_damaged_configuration_is_named(

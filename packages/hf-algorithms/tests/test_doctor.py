@@ -49,7 +49,7 @@ def test_a_missing_or_older_package_is_a_problem_with_its_line(monkeypatch):
         section="Libraries", name="ray", status="problem", found="not installed", remedy='pip install "ray"'
     )
     assert checks["hf-mapper"].status == "problem"
-    assert f"install hf-mapper=={real('hf-algorithms')}" in checks["hf-mapper"].remedy
+    assert f"Install hf-mapper=={real('hf-algorithms')}" in checks["hf-mapper"].remedy
     status, text = _render(list(checks.values()))
     assert status == 1
     assert "2 problems" in text

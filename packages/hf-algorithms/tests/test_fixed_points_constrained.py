@@ -67,7 +67,7 @@ def test_multiplier_and_policy_reach_the_closed_form(beta: float, rate: float, s
     np.testing.assert_allclose(trained.policy[0], find_policy(wanted, beta), atol=2e-3)
     assert trained.policy[0] @ COSTS == pytest.approx(0.0, abs=2e-3)
     assert trained.metrics[-1]["constraint/infeasible"] == 0.0
-    # The first step tells the two spaces apart.
+    # The first step distinguishes the two spaces.
     excess = trained.metrics[0]["constraint/cost"]
     first = np.exp(rate * excess) if space == "log" else 1.0 + rate * excess
     assert multipliers(trained)[0] == pytest.approx(first, rel=1e-12)

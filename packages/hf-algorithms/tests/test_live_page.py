@@ -15,7 +15,7 @@ import pytest
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: install the package `chromium`")
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine. Install the package `chromium`")
 WAIT_MS = 60_000
 """Of the page: a loaded machine is slow, and nothing here depends on how slow."""
 

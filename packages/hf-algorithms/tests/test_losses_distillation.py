@@ -60,7 +60,7 @@ def test_all_tokens_but_one_give_the_whole_divergence() -> None:
     p, q = torch.log_softmax(student, -1), torch.log_softmax(teacher, -1)
     whole = (p.exp() * (p - q)).sum(-1)[MASK]
     lumped = [float(DistillationLoss()(*build(student, teacher, k))[0]) for k in range(1, V)]
-    assert lumped == sorted(lumped)  # telling more tokens apart never lowers it
+    assert lumped == sorted(lumped)  # distinguishing more tokens never lowers it
     np.testing.assert_allclose(lumped[-1], float(whole.sum()), rtol=1e-10)
     single = build(student.float(), teacher.float(), V - 1)
     # The last probability is 1 less all others, which float32 gives to 1e-7.

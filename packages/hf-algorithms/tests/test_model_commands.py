@@ -200,7 +200,7 @@ GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
         ((*GENERATE, "out", "--backend", "vlm"), ConfigError, "^--backend 'vlm': .* Did you mean 'vllm'"),
         ((*GENERATE, "out", "--option", "cachebytes=3"), ConfigError, "did you mean 'cache_bytes'"),
         ((*GENERATE, "out", "--option", "cache_bytes=9"), ConfigError, "^--option cache_bytes=9: a row of 48 tokens"),
-        ((*GENERATE, "out", "--option", "cachebytes"), ConfigError, "--option 'cachebytes': write it as NAME=VALUE"),
+        ((*GENERATE, "out", "--option", "cachebytes"), ConfigError, "--option 'cachebytes'. Write it as NAME=VALUE"),
         ((*GENERATE, "out", "--samples", 2, "--temperature", 0), ConfigError, "^--samples 2: at temperature = 0"),
         ((*GENERATE, "out", "--temperature", 1e-9), ConfigError, "^--temperature 1e-09: must be 0 or at least 1e-06"),
         (("generate", "absent", *GENERATE[2:], "out"), ConfigError, "model = 'absent': "),

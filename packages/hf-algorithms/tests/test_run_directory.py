@@ -27,12 +27,12 @@ def test_begin_replaces_an_earlier_run_only_with_overwrite(tmp_path: Path) -> No
     first = begun(tmp_path / "run")
     first.write_json("summary.json", {"iterations": 1})
     first.close()
-    with pytest.raises(ConfigError, match="is not empty: choose another directory, or --overwrite"):
+    with pytest.raises(ConfigError, match=r"is not empty. Choose another directory, or --overwrite"):
         RunDirectory(tmp_path / "run")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     for overwrite in (False, True):
-        with pytest.raises(ConfigError, match=r"is not empty and not the directory of a run: choose"):
+        with pytest.raises(ConfigError, match=r"is not empty and not the directory of a run. Choose"):
             RunDirectory(tmp_path / "mine", overwrite=overwrite)
     second = RunDirectory(tmp_path / "run", overwrite=True)
     assert (first.path / "summary.json").is_file()

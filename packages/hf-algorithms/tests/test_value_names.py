@@ -49,6 +49,6 @@ def test_arguments_stand_for_keys_and_flags() -> None:
         raise error
     assert raised.value is error and error.__notes__ == ["kept"]
     assert str(error) == "chat_template = 'x': cannot be read. Set data.too_long"
-    says = r"^output_dir='/x' is not empty: choose another, or overwrite=True to replace it$"
+    says = r"^output_dir='/x' is not empty. Choose another, or overwrite=True to replace it$"
     with pytest.raises(HybridFlowError, match=says), naming_parameters():
-        raise ConfigError("run.output_dir='/x' is not empty: choose another, or --overwrite to replace it")
+        raise ConfigError("run.output_dir='/x' is not empty. Choose another, or --overwrite to replace it")

@@ -1,6 +1,5 @@
 """PPO and its relatives as short programs over roles, and the `hybridflow` command.
 
-`hf` stands for HybridFlow, not Hugging Face.
 What must not live here: how rows or weights move (hf-controller, hf-engine), and how GPUs are chosen (hf-mapper).
 """
 

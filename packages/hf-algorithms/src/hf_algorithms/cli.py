@@ -205,7 +205,7 @@ def main() -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
         signal.signal(signal.SIGINT, after_imports(signal.default_int_handler))
     hush_torch()
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours tells more; workers inherit it
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours shows more; workers inherit it
     try:
         sys.exit(cli.main(standalone_mode=False))
     except click.ClickException as error:

@@ -22,7 +22,7 @@ from hf_algorithms.checkpoints.commit import (
     remove_step,
     write_commit,
 )
-from hf_algorithms.checkpoints.pending import PendingStep
+from hf_algorithms.checkpoints.pending_step import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectoryError

@@ -180,7 +180,7 @@ def read_values(given: Sequence[str], *, option: str, example: str) -> dict[str,
     for each in given:
         name, equals, text = each.partition("=")
         if not (name.strip() and equals):
-            raise ConfigError(f"{option} {show(each)}: write it as NAME=VALUE, such as {example}")
+            raise ConfigError(f"{option} {show(each)}. Write it as NAME=VALUE, such as {example}")
         try:
             found[name.strip()] = parse_toml(f"value = {text}", f"{option} {show(each)}")["value"]
         except tomllib.TOMLDecodeError:

@@ -92,7 +92,7 @@ def _check_packages() -> Iterator[Check]:
         if found is None:
             yield Check(section=section, name=name, status="problem", found="not installed", remedy=_install(name))
         elif found != ours:
-            remedy = f"The five packages share one version: install {name}=={ours}"
+            remedy = f"The five packages share one version. Install {name}=={ours}"
             yield Check(section=section, name=name, status="problem", found=found, remedy=remedy)
         else:
             yield Check(section=section, name=name, status="ok", found=found)

@@ -373,7 +373,7 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if equals and key.strip() == "evaluation":
             raise ConfigError(f"--set {shown}: is a list of tables. Write them as [[evaluation]] in the file")
         if not (equals and "." in key.strip(". ")):
-            raise ConfigError(f"--set {shown}: write it as section.key=value, such as run.seed=1")
+            raise ConfigError(f"--set {shown}. Write it as section.key=value, such as run.seed=1")
         try:
             parsed = parse_toml(f"value = {text}", f"--set {shown}")
         except tomllib.TOMLDecodeError:

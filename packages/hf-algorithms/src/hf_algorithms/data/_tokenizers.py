@@ -44,7 +44,7 @@ def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrai
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if not characters or len(set(characters)) < len(characters):
-        raise ConfigError(f"characters={show(characters)}: give every character of the vocabulary once")
+        raise ConfigError(f"characters={show(characters)}. Give every character of the vocabulary once")
     vocabulary = {token: index for index, token in enumerate([_PAD, _EOS, _UNK, *characters])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=_UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")

@@ -221,7 +221,7 @@ class TurnFormat:
     def _end_id(self, *, is_chat: bool) -> int:
         end = self.end_of_turn_id if is_chat and self.end_of_turn_id is not None else self._tokenizer.eos_token_id
         if end is None:
-            raise ConfigError("the tokenizer has no end-of-sequence token: set eos_token in its tokenizer_config.json")
+            raise ConfigError("the tokenizer has no end-of-sequence token. Set eos_token in its tokenizer_config.json")
         return int(end)
 
     def _rest_of(self, head: list[int], whole: list[int]) -> list[int] | None:

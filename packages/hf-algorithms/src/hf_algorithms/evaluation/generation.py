@@ -150,12 +150,12 @@ class Policy:
         Raises:
             ConfigError: naming the row, or the option of the engine.
         """
-        from hf_engine import ChecksRows, load_rollout_backend
+        from hf_engine import SupportsRowCheck, load_rollout_backend
 
         backend = load_rollout_backend(self.backend)
         for each in data:
             check_room(each, context=self.shape.max_positions, max_new_tokens=sampling.max_new_tokens)
-            if not issubclass(backend, ChecksRows):
+            if not issubclass(backend, SupportsRowCheck):
                 continue
             tokens = each.max_prompt_tokens + sampling.max_new_tokens
             try:

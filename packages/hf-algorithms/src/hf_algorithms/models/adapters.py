@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from hf_algorithms.roles import least_rows
-from hf_engine import ChecksAdapters, load_train_backend, merge_adapter
+from hf_engine import SupportsAdapterCheck, load_train_backend, merge_adapter
 from hf_engine.model_directory import is_adapter, read_model_directory
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.validation import show
@@ -149,7 +149,7 @@ def _find_problems(config: Config, models: Mapping[str, InitialModel]) -> Iterat
             continue
         (key, name), head = config.train_backend(role), cast("Head", getattr(worker, "head", "lm"))
         backend = load_train_backend(name)
-        if not issubclass(backend, ChecksAdapters):
+        if not issubclass(backend, SupportsAdapterCheck):
             yield f"{key} = {show(name)}: it trains whole weights only, not [model.lora]. Set it to 'fsdp'"
             continue
         path = models[role].path

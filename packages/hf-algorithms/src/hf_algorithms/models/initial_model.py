@@ -286,7 +286,7 @@ def _build_tokenizer(config: ModelConfig, rows: Iterable[Row], directory: Path) 
     elif config.tokenizer == "bpe":
         train_bpe_tokenizer(texts, vocab_size=config.vocab_size, directory=directory)
     elif config.tokenizer is None and config.path is None:
-        raise ConfigError("model.path and model.tokenizer are both absent: set model.tokenizer for a fresh model")
+        raise ConfigError("model.path and model.tokenizer are both absent. Set model.tokenizer for a fresh model")
     else:
         return _find(config.tokenizer or config.path or "")
     return str(directory)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
 from hf_algorithms.preflight.row_limits import RowLimit, RowTokens, find_bound, find_context, find_long_rows
-from hf_engine import ChecksRows, load_rollout_backend
+from hf_engine import SupportsRowCheck, load_rollout_backend
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.validation import show
 
@@ -133,7 +133,7 @@ def check_row_cache(rollout: RolloutConfig, inputs: ModelInputs) -> None:
 
 def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[tuple[int, int]]) -> None:
     backend = load_rollout_backend(rollout.backend)
-    if not issubclass(backend, ChecksRows):
+    if not issubclass(backend, SupportsRowCheck):
         return
     for tokens, samples in longest:
         try:

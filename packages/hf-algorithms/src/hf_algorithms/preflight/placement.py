@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 from hf_algorithms.dataflow import derive_dataflow
 from hf_algorithms.preflight.calibration import choose_ranks, read_calibration
 from hf_algorithms.recipes import SupervisedRecipe
-from hf_engine import ChecksLayout, ChecksOptions, SamplingParams, load_rollout_backend, load_train_backend
+from hf_engine import SamplingParams, SupportsLayoutCheck, SupportsOptionCheck, load_rollout_backend, load_train_backend
 from hf_protocols import (
     BackendError,
     ConfigError,
@@ -181,7 +181,7 @@ def check_backend_options(name: str, options: Mapping[str, Any], *, key: str, op
             TypeAdapter(kinds.get(option, Any)).validate_python(value, strict=True)
         except ValidationError as error:
             raise ConfigError(f"{options_key}.{option} = {show(value)}: {error.errors()[0]['msg']}") from None
-    if issubclass(backend, ChecksOptions):
+    if issubclass(backend, SupportsOptionCheck):
         try:
             backend.check_options(options)
         except BackendError as error:
@@ -273,8 +273,8 @@ def check_plan(config: Config, plan: MappingPlan, shapes: Mapping[str, ModelShap
     roles = plan_dataflow(config).roles
     if set(plan.models) != set(roles):
         raise PlanError(
-            f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}: "
-            "make the plan again with hybridflow plan --json"
+            f"the plan places {', '.join(plan.models)}; {config.algorithm.name} has the roles {', '.join(roles)}. "
+            "Make the plan again with hybridflow plan --json"
         )
     for role in _models_of(config, plan):
         _check_backend(config, role, plan.models[role].backend)
@@ -301,9 +301,9 @@ def _check_backend(config: Config, role: str, planned: str) -> None:
 
 def _check_layout(role: str, model: ModelPlan, shape: ModelShape) -> None:
     if model.train is None:
-        raise PlanError(f"the plan gives {role} no layout: set its train to sizes, such as a dp_size")
+        raise PlanError(f"the plan gives {role} no layout. Set its train to sizes, such as a dp_size")
     backend = load_train_backend(model.backend)
-    if issubclass(backend, ChecksLayout):
+    if issubclass(backend, SupportsLayoutCheck):
         try:
             backend.check_layout(model.train, shape)
         except BackendError as error:
@@ -356,7 +356,7 @@ def _check_machines(config: Config, plan: MappingPlan) -> None:
     if len(kinds) > 1:
         raise PlanError(
             f"the plan's models are on {' and '.join(kinds)}, the cluster has {given}: a run is on one kind of device, "
-            "Ray does not tell kinds apart; make a plan for the machines of one kind"
+            "and Ray does not distinguish kinds. Make a plan for the machines of one kind"
         )
     for pool in pools:
         for machine in pool.machines:
@@ -364,13 +364,13 @@ def _check_machines(config: Config, plan: MappingPlan) -> None:
                 raise PlanError(
                     f"pool {show(pool.name)} of the plan wants {machine.slots} slots of {machine.gpu_kind} on a "
                     "machine, "
-                    f"the cluster has {given}: change cluster.gpu or cluster.gpus_per_machine, or make the plan again"
+                    f"the cluster has {given}. Change cluster.gpu or cluster.gpus_per_machine, or make the plan again"
                 )
     wanted, available = sum(pool.num_slots for pool in pools), machines * slots
     if wanted > available and config.run.executor == "ray":
         raise PlanError(
             f"the plan's models want {' + '.join(str(pool.num_slots) for pool in pools)} = {wanted} slots, the cluster "
-            f"has {given} = {available}: raise cluster.machines or cluster.gpus_per_machine, or make the plan again"
+            f"has {given} = {available}. Raise cluster.machines or cluster.gpus_per_machine, or make the plan again"
         )
 
 

@@ -79,9 +79,9 @@ class RunDirectory:
         if is_used and not resume and not (overwrite and is_ours):
             label = f"run.output_dir={str(self.path)!r}"
             if not is_ours:
-                raise ConfigError(f"{label} is not empty and not the directory of a run: choose another directory")
+                raise ConfigError(f"{label} is not empty and not the directory of a run. Choose another directory")
             raise ConfigError(
-                f"{label} is not empty: choose another directory, or --overwrite to replace an earlier run"
+                f"{label} is not empty. Choose another directory, or --overwrite to replace an earlier run"
             )
         self._has_begun = False
         self._lock: RunLock | None = None
@@ -106,7 +106,7 @@ class RunDirectory:
             resolved = Path(value).resolve() if value else None
             if resolved and any(resolved == each or each in resolved.parents for each in own if each.exists()):
                 raise ConfigError(
-                    f"{key}={show(value)} belongs to the run that would be replaced: change run.output_dir"
+                    f"{key}={show(value)} belongs to the run that would be replaced. Change run.output_dir"
                 )
 
     def begin(self) -> None:

@@ -373,7 +373,7 @@ class _Run:
             self._directory.append_samples(iteration, rows)
 
     def _note_progress(self, iteration: int) -> None:
-        """Tells workers that ask for it how far the run is, after this many iterations."""
+        """Reports the progress of the run after this many iterations to workers that ask for it."""
         config, most = self._config, self._config.count_updates()
         state = TrainerState(
             global_step=most // config.run.iterations * iteration,

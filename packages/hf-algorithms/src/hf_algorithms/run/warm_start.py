@@ -62,7 +62,7 @@ def warm_start(
             if config.stop_at is not None and score >= config.stop_at:
                 if score > config.fail_above:
                     raise WarmStartError(
-                        f"the warm start jumped to {score:.3f}, above warm_start.fail_above={config.fail_above}: lower "
+                        f"the warm start jumped to {score:.3f}, above warm_start.fail_above={config.fail_above}. Lower "
                         f"warm_start.eval_every={config.eval_every} or warm_start.learning_rate={config.learning_rate}"
                     )
                 return step
@@ -70,6 +70,6 @@ def warm_start(
     if config.stop_at is not None:
         raise WarmStartError(
             f"no evaluation reached warm_start.stop_at={config.stop_at} within "
-            f"warm_start.max_steps={config.max_steps}: raise max_steps or warm_start.learning_rate"
+            f"warm_start.max_steps={config.max_steps}. Raise max_steps or warm_start.learning_rate"
         )
     return config.max_steps

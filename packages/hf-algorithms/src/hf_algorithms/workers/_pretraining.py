@@ -50,7 +50,7 @@ def _rows(columns: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> dict[str
 def join_pretraining(
     batch: TensorDict, loss: Loss, pretraining: TensorDict, *, weight: float
 ) -> tuple[TensorDict, Loss]:
-    """Returns the rows of both batches, and a loss that tells them apart.
+    """Returns the rows of both batches, and a loss that distinguishes them.
 
     Args:
         batch: rows of `loss`.

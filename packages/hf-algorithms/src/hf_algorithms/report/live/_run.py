@@ -87,7 +87,7 @@ class LiveRun:
 
     Args:
         directory: of the run.
-        name: that tells it from the other runs.
+        name: that distinguishes it from the other runs.
         index: its place among them, which is also its colour.
     """
 

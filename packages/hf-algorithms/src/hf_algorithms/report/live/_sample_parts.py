@@ -160,7 +160,7 @@ def _group(rows: Sequence[SampleRecord], spread: float | None, choice: Choice) -
     facts += [f"answer {_cut(first.answer, 80)}"] if first.answer is not None else []
     cards = "".join(_card(row, is_chosen=row.number == choice.row) for row in rows[:_MOST_IN_GROUP])
     rest = len(rows) - _MOST_IN_GROUP
-    more = _note(f"{rest} further responses of this group: choose a bar above to narrow them.") if rest > 0 else ""
+    more = _note(f"{rest} further responses of this group. Choose a bar above to narrow them.") if rest > 0 else ""
     return (
         f'<article class="group"><pre class="prompt">{escape(_cut(first.prompt, _MOST_CHARACTERS))}</pre>'
         f'<small>{escape("; ".join(facts))}</small><div class="cards">{cards}</div>{more}</article>'

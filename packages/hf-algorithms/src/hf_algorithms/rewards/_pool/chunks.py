@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import multiprocessing
@@ -25,6 +24,7 @@ from hf_algorithms.rewards._pool.process import (
     read_progress,
     run_chunk,
 )
+from hf_protocols.foreign_code import Caught
 
 __all__ = ["ChunkScheduler", "Settled"]
 
@@ -87,7 +87,7 @@ class ChunkScheduler:
 
     def restart(self) -> None:
         """Begins a pool in place of a broken one."""
-        with contextlib.suppress(Exception):  # what is left of it may be in any state
+        with Caught():  # what is left of it may be in any state
             self._pool.stop()  # type: ignore[no-untyped-call]
         self._pool = self._start_pool()
 
