@@ -95,7 +95,7 @@ def _parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     is_whole = not options.only and options.iterations is None and options.seeds == list(SEEDS)
     if (options.write or options.write_finished) and not is_whole:
-        parser.error("--write is for all experiments, seeds and iterations: leave the other options out")
+        parser.error("--write is for all experiments, seeds and iterations. Leave the other options out")
     return options
 
 

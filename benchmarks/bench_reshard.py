@@ -171,7 +171,7 @@ class _Transition:
             self._cut.free()
 
     def count(self) -> dict[str, float]:
-        """One more run under counters: weights received without their seals, and the most bytes live."""
+        """One more run under counters: weights received without their checksums, and the most bytes live."""
         seen: list[int] = []
 
         def see() -> None:

@@ -48,7 +48,7 @@ def _run(environment: str, marks: str) -> list[tuple[str, str, float]]:
         report = Path(folder) / "report.xml"
         command = [f"{environment}/bin/pytest", TESTS, "-m", marks, "-q", "--junitxml", str(report)]
         if not (ROOT / command[0]).exists():
-            sys.exit(f"{command[0]} is not there: set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
+            sys.exit(f"{command[0]} is not there. Set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
         finished = subprocess.run(command, cwd=ROOT, check=False)
         if finished.returncode not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED) or not report.exists():
             sys.exit(f"{' '.join(command)} ended with {finished.returncode}: it did not run the pairs")

@@ -55,7 +55,7 @@ def write_table(page: Path, name: str, table: str) -> None:
 
 
 def describe_processor() -> str:
-    """The processor's name where the system tells it, else its architecture."""
+    """The processor's name where the system has it, else its architecture."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text().splitlines() if facts.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

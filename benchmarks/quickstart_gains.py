@@ -30,7 +30,7 @@ def main() -> int:
     for backend, environment in ENVIRONMENTS.items():
         program = ROOT / environment / "bin" / "hybridflow"
         if not program.exists():
-            sys.exit(f"{environment} is not there: set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
+            sys.exit(f"{environment} is not there. Set it up with scripts/env.sh {environment.removeprefix('.venv-')}")
         metrics |= {f"{backend}_{name}": value for name, value in _run(program, backend).items()}
     record("quickstart", metrics, versions=read_engine_versions())
     table = _table(metrics)

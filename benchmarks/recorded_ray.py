@@ -17,10 +17,10 @@ import ray
 
 from hf_controller.data.results import Metrics
 from hf_controller.data.transport import Column, Shard
+from hf_controller.executors.ray import actor_group as actor_group_module
 from hf_controller.executors.ray import executor as executor_module
-from hf_controller.executors.ray import host_set as host_set_module
+from hf_controller.executors.ray.actor_ref import Location
 from hf_controller.executors.ray.cluster import Cluster
-from hf_controller.executors.ray.host_process import Location
 from hf_controller.executors.ray.wire import pack_answer, unpack_call
 from hf_controller.groups.call import BatchArgument, Call
 from hf_controller.trace import CallReport, Span
@@ -199,5 +199,5 @@ def recorded_ray() -> Iterator[RecordedRay]:
         stack.enter_context(mock.patch.object(executor_module, "Cluster", _RecordedCluster))
         stack.enter_context(mock.patch.object(executor_module, "place", place))
         stack.enter_context(mock.patch.object(executor_module, "_start_slicer", return_value=(None, "recorded")))
-        stack.enter_context(mock.patch.object(host_set_module, "_start_host", start_host))
+        stack.enter_context(mock.patch.object(actor_group_module, "_start_host", start_host))
         yield recorded

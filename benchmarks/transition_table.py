@@ -139,7 +139,7 @@ def measure(num_ranks: int, rows: list[Row]) -> list[str]:
 
 
 def run_row(train: str, generation: str, sharding: Any, method: Method) -> tuple[int, int]:
-    """On every rank: bytes of weights received, without their seals, and most bytes of weights live."""
+    """On every rank: bytes of weights received, without their checksums, and most bytes of weights live."""
     planned = plan_transition(MODEL, _topology(train, generation), method, dtype_bytes=4, sharding=sharding)
     plan, rank = planned.plan, dist.get_rank()
     source, target = empty_weights(plan.source, rank), empty_weights(plan.target, rank)
@@ -157,7 +157,7 @@ def run_row(train: str, generation: str, sharding: Any, method: Method) -> tuple
     with count_traffic(lambda: seen.append(storage_bytes(tensors))) as traffic:
         executor.run(source, target, version=1, mover=mover)
     seen.append(storage_bytes(tensors))
-    return traffic.recv_bytes - traffic.seal_bytes, max(seen)
+    return traffic.recv_bytes - traffic.checksum_bytes, max(seen)
 
 
 def _topology(train: str, generation: str) -> Topology:

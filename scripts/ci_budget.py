@@ -2,7 +2,7 @@
 
 `.ci/run` writes a line when a lane starts and one when it ends; this program reads them, also of a run that failed
 half-way, and prints one row a lane. It always ends well: seconds on a loaded machine prove nothing, so a lane over its
-budget is said aloud and fails nobody. The CPU seconds next to them tell a slow lane from a busy machine.
+budget is said aloud and fails nobody. The CPU seconds next to them distinguish a slow lane from a busy machine.
 
     .ci/run                                   ends with this table
     scripts/ci_budget.py                      prints it again for the last run

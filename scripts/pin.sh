@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes constraints.txt: the newest versions that all five packages and the development tools can share, for every
-# platform; and constraints-<engine>.txt: the same beside the CPU build of a generation engine, on Linux, as near to
+# platform; and constraints-<engine>.txt: the same next to the CPU build of a generation engine, on Linux, as near to
 # constraints.txt as the engine's own pins allow. Pass uv's options to move on purpose, such as `--upgrade` or
 # `--upgrade-package rich`.
 #

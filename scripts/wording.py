@@ -1,5 +1,7 @@
 """Find the expressions of scripts/wording.toml in docstrings, comments, other strings and Markdown pages.
 
+Of shell scripts, configuration files and the Makefile the comments are read.
+
     scripts/wording.py            the paths that the file holds free of them
     scripts/wording.py PATH...    these files and folders
 
@@ -71,13 +73,16 @@ def read_rules(path: Path = RULES) -> tuple[tuple[str, ...], tuple[Expression, .
 
 
 def list_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the Python files and Markdown pages at or below the paths, sorted; hidden folders are left out."""
-    found = set()
+    """Returns the files with text at or below the paths, sorted; hidden folders are left out."""
+    found = {path for path in paths if path.is_file()}
     for path in paths:
-        for each in path.rglob("*") if path.is_dir() else [path]:
-            if each.suffix in {".py", ".md"} and not any(part.startswith(".") for part in each.relative_to(path).parts):
+        for each in path.rglob("*"):
+            if each.suffix in _SUFFIXES and not any(part.startswith(".") for part in each.relative_to(path).parts):
                 found.add(each)
     return sorted(found)
+
+
+_SUFFIXES = {".md", ".py", ".sh", ".yaml", ".yml"}
 
 
 def find_hits(path: Path, expressions: Sequence[Expression]) -> list[Hit]:
@@ -90,7 +95,7 @@ def find_hits(path: Path, expressions: Sequence[Expression]) -> list[Hit]:
             found=match.group(),
             instead=expression.instead,
         )
-        for text in (read_python(source) if path.suffix == ".py" else read_page(source))
+        for text in {".py": read_python, ".md": read_page}.get(path.suffix, read_comments)(source)
         for expression in expressions
         if not expression.where or text.kind in expression.where
         for match in expression.pattern.finditer(text.content)
@@ -122,6 +127,13 @@ def read_page(source: str) -> Iterator[Text]:
         if paragraph.strip():
             yield Text(kind="page", line=line, content=paragraph)
         line += paragraph.count("\n")
+
+
+def read_comments(source: str) -> Iterator[Text]:
+    """Yields the comments of a file in which `#` begins one, neighbouring lines together."""
+    for block in re.finditer(r"(?:^[ \t]*#.*\n?)+|(?<=\s)#.*", source, re.MULTILINE):
+        content = re.sub(r"^[ \t]*#+", "", block.group(), flags=re.MULTILINE)
+        yield Text(kind="comment", line=source.count("\n", 0, block.start()) + 1, content=content)
 
 
 def main(arguments: Sequence[str]) -> int:

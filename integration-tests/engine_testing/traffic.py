@@ -43,29 +43,29 @@ class Traffic:
     """Data that one rank received while it was counted."""
 
     recv_bytes: int = 0
-    """Bytes from other ranks, seals and padding included; objects and reductions are counted apart."""
+    """Bytes from other ranks, checksums and padding included; objects and reductions are counted apart."""
     num_messages: int = 0
     """Messages received: the shares of other ranks in collectives, and point-to-point ones."""
     group_sizes: list[int] = field(default_factory=list)
     """Number of ranks in every all-gather."""
     object_bytes: int = 0
-    """Bytes from other ranks in pickled objects: what ranks tell each other, none of it weights."""
+    """Bytes from other ranks in pickled objects: messages between ranks, none of them weights."""
     reduced_bytes: int = 0
     """Bytes of this rank's part in reductions."""
     calls: Counter[str] = field(default_factory=Counter)
     """Calls by the operator's name in torch's c10d namespace."""
 
     @property
-    def seal_bytes(self) -> int:
-        """Least bytes of the seals: 16 end every message."""
+    def checksum_bytes(self) -> int:
+        """Least bytes of the checksums: 16 end every message."""
         return 16 * self.num_messages
 
     def matches(self, planned_bytes: int, *, most_object_bytes: int = 0) -> bool:
-        """Returns True if a plan's bytes arrived, and the seals, with less than 8 bytes to align each of them.
+        """Returns True if a plan's bytes arrived, and the checksums, with less than 8 bytes to align each of them.
 
         Reductions may carry a verdict each, a number of at most 8 bytes, and objects `most_object_bytes` together.
         """
-        surplus = self.recv_bytes - self.seal_bytes - planned_bytes
+        surplus = self.recv_bytes - self.checksum_bytes - planned_bytes
         verdicts = sum(self.calls[name] for name in _REDUCTIONS)
         told = self.reduced_bytes <= 8 * verdicts and self.object_bytes <= most_object_bytes
         return told and 0 <= surplus < 8 * max(1, self.num_messages)
@@ -85,7 +85,7 @@ def count_traffic(observe: Callable[[], None] = lambda: None) -> Iterator[Traffi
     with _Counter(traffic, observe) as counter:
         try:
             for name, function in real.items():
-                setattr(dist, name, counter.telling(function))
+                setattr(dist, name, counter.counting(function))
             yield traffic
         finally:
             for name, function in real.items():
@@ -99,17 +99,17 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._observe = observe
         self._is_telling = False
 
-    def telling(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function of objects, whose bytes are counted as such."""
 
-        def tell(*args: Any, **options: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
             self._is_telling = True
             try:
                 return function(*args, **options)
             finally:
                 self._is_telling = False
 
-        return tell
+        return count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")

@@ -273,7 +273,7 @@ def test_impossible_options_leave_an_earlier_run_as_it_is(
     before = {path: path.read_bytes() for path in small_config.parent.rglob("*") if path.is_file()}
     both = ("--set", "rollout.options.cache_bytes=9", "--set", "rollout.options.cache_fraction=0.5")
     server = ("--set", "rollout.backend=server", "--set", "rollout.options.urls=[]")
-    for words, part in ((both, "both size the cache: give one"), (server, "urls=[]: give a list of 1 or more URLs")):
+    for words, part in ((both, "both size the cache. Use one"), (server, "urls=[]. Use a list of 1 or more URLs")):
         for command in (("plan",), ("train", "--overwrite")):
             assert_one_message(hybridflow(*command, small_config, *words), 2, part)
     assert {path: path.read_bytes() for path in small_config.parent.rglob("*") if path.is_file()} == before

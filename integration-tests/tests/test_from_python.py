@@ -242,10 +242,10 @@ def test_values_of_other_kinds_are_refused(notebook: Path) -> None:
     model = "no-model"
     cases: list[tuple[str, Any]] = [
         ("output, output_dir: neither is given", lambda: hf_algorithms.generate(model, data=ROWS)),
-        ("output=5: give a path", lambda: hf_algorithms.generate(model, data=ROWS, output=5)),  # type: ignore[arg-type]
-        ("output_dir=5: give a path", lambda: hf_algorithms.export(model, output_dir=5)),  # type: ignore[arg-type]
-        ("output_dir=5: give a path", lambda: hf_algorithms.evaluate(model, data=ROWS, output_dir=5)),  # type: ignore[arg-type]
-        ("merge='no': give True or False", lambda: hf_algorithms.export(model, output_dir="o", merge="no")),  # type: ignore[arg-type]
+        ("output=5. Use a path", lambda: hf_algorithms.generate(model, data=ROWS, output=5)),  # type: ignore[arg-type]
+        ("output_dir=5. Use a path", lambda: hf_algorithms.export(model, output_dir=5)),  # type: ignore[arg-type]
+        ("output_dir=5. Use a path", lambda: hf_algorithms.evaluate(model, data=ROWS, output_dir=5)),  # type: ignore[arg-type]
+        ("merge='no'. Use True or False", lambda: hf_algorithms.export(model, output_dir="o", merge="no")),  # type: ignore[arg-type]
         ("overwrite = 'no': is not True or False", lambda: hf_algorithms.train(TINY, ROWS, len, overwrite="no")),  # type: ignore[arg-type]
         ("config: cannot pickle", lambda: hf_algorithms.train(config={"run": {"seed": threading.Lock()}})),
         ("model: has the keys hiden_size. Give path", lambda: hf_algorithms.train({"hiden_size": 3}, ROWS, len)),

@@ -27,7 +27,7 @@ USERS_OF_GROUP_INTERNALS = {
     "hf-engine/src/hf_engine/process_groups.py",
 }
 """One module of a package: a release of torch that changes its internals is met there."""
-GROUP_INTERNALS = re.compile(r"c10d\._\w|\bBackend\._\w|\b_get_default_group\b")
+GROUP_INTERNALS = re.compile(r"c10d\._\w|\bBackend\._\w|\b_get_default_group\b|\._set_group_name\b")
 ONLY_USER_OF_RAY_INTERNALS = ROOT / "packages/hf-controller/src/hf_controller/executors/ray/ray_internals.py"
 RAY_INTERNALS = re.compile(r"\bray\._\w|\b_raylet\b|\._actor_id\b")
 ONLY_CALLER_OF_NEW_GROUP = ROOT / "packages/hf-engine/src/hf_engine/process_groups.py"
@@ -105,6 +105,8 @@ def test_broad_excepts_are_few() -> None:
 
 
 def _is_broad(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in {"contextlib.suppress", "suppress"}:
+        return any(ast.unparse(each) in {"Exception", "BaseException"} for each in node.args)
     if not isinstance(node, ast.ExceptHandler):
         return False
     caught = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]

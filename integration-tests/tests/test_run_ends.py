@@ -139,7 +139,7 @@ def test_a_killed_worker_ends_the_run_and_is_named(small_config: Path) -> None:
     command = [*on_two_ranks(small_config), "--set", "run.iterations=1000", "--set", "run.max_restarts=0"]
     with started(command) as (program, lines):
         processes = wait_for_iteration(program, lines, 2)
-        workers = [each for each in processes if "HostActor" in " ".join(each.cmdline())]
+        workers = [each for each in processes if "RankActor" in " ".join(each.cmdline())]
         assert len(workers) == 4
         workers[0].kill()
         assert program.wait(timeout=60) == 1, "".join(lines)

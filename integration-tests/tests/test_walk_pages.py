@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import re
+import runpy
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-HOP = re.compile(r"^\| (?:(\d+|-) \| )?`(\w+)(/[\w/]+\.py)` \| `([\w.]+)` \|", re.MULTILINE)
+HOP = re.compile(r"^\| (?:(\d+|-) \| )?\[`(\w+)(/[\w/]+\.py)`\]\((?P<link>[^)]+)\) \| `([\w.]+)` \|", re.MULTILINE)
+
+
+HOOK = runpy.run_path(str(ROOT / "scripts" / "source_pages.py"))
 
 
 @pytest.mark.parametrize("name", ["one-batch", "one-weight"])
@@ -20,22 +24,34 @@ def test_walk_names_functions_that_exist(name: str) -> None:
     numbers = [int(number) for number, *_ in hops if number.isdecimal()]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
     assert f"The walk takes {len(numbers)} hops" in page
-    absent = [f"{package}{path} {unit}" for _, package, path, unit in hops if unit not in _list_units(package, path)]
-    assert absent == [], f"docs/concepts/{name}.md: name the new place of these hops"
+    absent = [f"{package}{path} {unit}" for _, package, path, _, unit in hops if unit not in _list_units(package, path)]
+    assert absent == [], f"docs/concepts/{name}.md. Name the new place of these hops"
+    for _, package, path, link, _ in hops:
+        assert link == f"../../packages/{package.replace('_', '-')}/src/{package}{path}"
+
+
+def test_walks_link_to_pages_that_show_the_code() -> None:
+    """As MkDocs calls the hook: a file's page, and the line of a name in it."""
+    path = "packages/hf-controller/src/hf_controller/data/gather.py"
+    row = f"| 7 | [`gather.py`](../../{path}) | `BatchReader.read` | text |\nSee [it](../../{path})."
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="concepts/one-batch.md"))
+    there = "../source/hf_controller/data/gather.md"
+    assert HOOK["on_page_markdown"](row, page, None, None).splitlines() == [
+        f"| 7 | [`gather.py`]({there}) | [`BatchReader.read`]({there}#batchreader-read) | text |",
+        f"See [it]({there}).",
+    ]
+    shown = HOOK["show"](path, ["BatchReader.read", "Assembly"])
+    line = HOOK["list_lines"](path)["BatchReader.read"]
+    heading = f'## `BatchReader.read` {{ #batchreader-read }}\n\n`````python linenums="{line}"\n    def read('
+    assert heading in shown and "## `Assembly` { #assembly }" in shown
+    code = re.findall(r"^`````python.*?\n(.*?)^`````$", shown, re.MULTILINE | re.DOTALL)
+    assert "".join(code) == (ROOT / path).read_text()
 
 
 def _list_units(package: str, path: str) -> set[str]:
     """Returns the functions, classes, methods and constants of a file by qualified name."""
-    file = ROOT / "packages" / package.replace("_", "-") / "src" / f"{package}{path}"
-    found: set[str] = set()
-    for node in ast.parse(file.read_text()).body if file.is_file() else ():
-        if isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+    file = f"packages/{package.replace('_', '-')}/src/{package}{path}"
+    return set(HOOK["list_lines"](file)) if (ROOT / file).is_file() else set()
 
 
 def test_architecture_questions_have_answers_that_exist() -> None:
@@ -46,7 +62,7 @@ def test_architecture_questions_have_answers_that_exist() -> None:
     absent = [
         f"{package}/{rest} {name}" for (package, _, rest), name in split if name not in _list_units(package, f"/{rest}")
     ]
-    assert absent == [], "integration-tests/architecture_answers.toml: name the new place of these answers"
+    assert absent == [], "integration-tests/architecture_answers.toml. Name the new place of these answers"
     # The page leads to each answer: it names the package, and the file or the folder in which the file is.
     for (package, _, rest), _ in split:
         assert f"**`{package}/`**" in page

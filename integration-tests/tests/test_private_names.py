@@ -1,0 +1,104 @@
+"""Every private name of a library that the packages use is known here, and is in the installed release.
+
+A name of an engine, of megatron-core, Ray or c10d is looked for where its list is; those of torch, transformers and
+peft here.
+"""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+PACKAGES = Path(__file__).resolve().parents[2] / "packages"
+LISTS = [
+    runpy.run_path(str(PACKAGES / "hf-engine" / "src" / "hf_engine" / folder / "_core.py"))
+    for folder in ("rollout/sglang", "rollout/vllm", "training/megatron")
+]
+"""Of the engines, none of which is imported here."""
+OF_NAMED_TUPLES = {"_make", "_replace"}
+OF_PYTHON = {"_current_frames", "_exit", "_getframe"}
+"""Documented names of `sys` and `os`."""
+ELSEWHERE = {
+    "test_default_group": {"_new_process_group_helper", "_set_group_name", "_world"},
+    "test_process_groups": {"_get_backend", "_get_default_group", "_timeout", "_world"},
+    "test_ray_internals": {"_actor_id"},
+    "test_engine_names": {"_disable_adapters"}
+    | {name for each in LISTS for kind in ("PRIVATE", "OF_INSTANCES") for _, name in each.get(kind, ())},
+}
+"""Names that another test looks for, by its module."""
+
+
+def build_model() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+
+
+LOOKED_UP: dict[str, Callable[[], Any]] = {
+    "_C": lambda: torch._C,
+    "_attn_implementation": lambda: build_model().config._attn_implementation,
+    "_buffers": lambda: torch.nn.Module()._buffers,
+    "_cdata": lambda: torch.empty(1).untyped_storage()._cdata,
+    "_foreach_mul_": lambda: torch._foreach_mul_,
+    "_foreach_norm": lambda: torch._foreach_norm,
+    "_is_stateful": lambda: build_model()._is_stateful,
+    "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
+    "_no_split_modules": lambda: build_model()._no_split_modules,
+    "_non_persistent_buffers_set": lambda: torch.nn.Module()._non_persistent_buffers_set,
+    "_parameters": lambda: torch.nn.Module()._parameters,
+    "_version": lambda: torch.empty(1).add_(1)._version,
+}
+
+
+@pytest.mark.parametrize("name", sorted(LOOKED_UP))
+def test_a_private_name_is_in_the_library(name: str) -> None:
+    assert LOOKED_UP[name]() is not None
+
+
+def test_every_private_name_is_known() -> None:
+    known = OF_NAMED_TUPLES | OF_PYTHON | set(LOOKED_UP) | set().union(*ELSEWHERE.values())
+    used = {
+        name: path.name for path in sorted(PACKAGES.glob("*/src/**/*.py")) for name in find_foreign(path.read_text())
+    }
+    ours = {name for path in PACKAGES.glob("*/src/**/*.py") for name in list_own(ast.parse(path.read_text()))}
+    assert {name: place for name, place in used.items() if name not in known | ours} == {}
+    assert sorted((set(LOOKED_UP) | OF_NAMED_TUPLES | OF_PYTHON) - used.keys()) == [], "not used any more"
+
+
+def test_the_search_sees_the_difference() -> None:
+    source = "class A:\n    def _own(self): return self._own()\n\nx = A()._own() + torch._foreach_add(y)"
+    assert list(find_foreign(source)) == ["_foreach_add"]
+
+
+def find_foreign(source: str) -> Iterator[str]:
+    """Names with one leading underscore that are read of something else than the module's own objects."""
+    tree = ast.parse(source)
+    own = list_own(tree)
+    for node in ast.walk(tree):
+        is_private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+        if is_private and node.attr not in own and not _is_self(node.value):
+            yield node.attr
+
+
+def list_own(tree: ast.Module) -> set[str]:
+    """Names that a module defines, on its top, in its classes, or on `self`."""
+    own = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            own.add(node.id)
+        elif isinstance(node, ast.Attribute) and _is_self(node.value):
+            own.add(node.attr)
+    return own
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in {"cls", "self"}
