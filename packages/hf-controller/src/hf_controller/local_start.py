@@ -183,7 +183,7 @@ def _check_shared_memory() -> LocalCheck:
     except OSError as error:
         return LocalCheck(name=_SHM, found=_reason(error), remedy="Ray keeps batches in files instead, which is slow")
     found = f"{usage.free / 2**30:.1f} GiB of {usage.total / 2**30:.1f} GiB free"
-    remedy = "Ray keeps batches there. Use a container --shm-size=2g" if usage.free < _SMALL_SHM_BYTES else ""
+    remedy = "Ray keeps batches there. Give the container --shm-size=2g" if usage.free < _SMALL_SHM_BYTES else ""
     return LocalCheck(name=_SHM, found=found, remedy=remedy)
 
 
