@@ -41,7 +41,7 @@ MAX_GROWTH = 1.5
 """Of the cost of a rank and call, and of its bytes, from 512 to 4,096 ranks."""
 
 
-class Model(Worker):
+class Unrun(Worker):
     """The methods of a PPO role, which nobody runs."""
 
     needs_process_group = False
@@ -80,8 +80,8 @@ def build(executor: RayExecutor, ranks: int) -> dict[str, WorkerGroup]:
     groups: dict[str, WorkerGroup] = {}
     for roles in (("actor", "reference"), ("critic", "reward")):
         pool = ResourcePool([8] * (ranks // 8), device="cpu", name="+".join(roles))
-        groups |= executor.build_groups(pool, {role: WorkerSpec(worker=Model, topology=topology) for role in roles})
-    alone = {"advantage": WorkerSpec(worker=Model, topology=Topology(ParallelSpec()))}
+        groups |= executor.build_groups(pool, {role: WorkerSpec(worker=Unrun, topology=topology) for role in roles})
+    alone = {"advantage": WorkerSpec(worker=Unrun, topology=Topology(ParallelSpec()))}
     return groups | executor.build_groups(ResourcePool([1], device="cpu", name="advantage"), alone)
 
 

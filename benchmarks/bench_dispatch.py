@@ -36,11 +36,11 @@ from dispatch_systems import (
     NUM_PRODUCERS,
     ROW_ITEMS,
     ControllerSystem,
+    DispatchSystem,
     MediatedArraysSystem,
     MediatedSystem,
     PlainActors,
     ReferenceSystem,
-    System,
     expected_sum,
 )
 from measurement import record
@@ -80,7 +80,7 @@ def main() -> int:
     with RayExecutor(num_cpus=NUM_PRODUCERS + 6, object_store_bytes=STORE_BYTES, log_to_driver=False) as executor:
         controller = ControllerSystem(executor)
         # Processes of their own for each: a process is faster in shared memory that it has touched before.
-        systems: dict[str, System] = {
+        systems: dict[str, DispatchSystem] = {
             "controller": controller,
             "reference": ReferenceSystem(PlainActors()),
             "mediated": MediatedSystem(PlainActors()),
@@ -127,10 +127,10 @@ def _num_rows(size_mb: int) -> int:
     return size_mb * MIB // (NUM_PRODUCERS * ROW_ITEMS * 8)
 
 
-def _mover(size_mb: int, num_consumers: int, form: str) -> Callable[[System], None]:
+def _mover(size_mb: int, num_consumers: int, form: str) -> Callable[[DispatchSystem], None]:
     num_rows = _num_rows(size_mb)
 
-    def move(system: System) -> None:
+    def move(system: DispatchSystem) -> None:
         found = system.move(num_rows, num_consumers, contiguous=form == "contiguous")
         assert found == expected_sum(num_rows), f"{type(system).__name__} delivered {found}"
 
@@ -138,7 +138,7 @@ def _mover(size_mb: int, num_consumers: int, form: str) -> Callable[[System], No
 
 
 def _take_turns(
-    systems: Mapping[str, System], work: Callable[[System], None], rounds: int, settle_s: float
+    systems: Mapping[str, DispatchSystem], work: Callable[[DispatchSystem], None], rounds: int, settle_s: float
 ) -> dict[str, list[float]]:
     """Seconds of every round after the first few, which fill caches and touch new memory."""
     times: dict[str, list[float]] = {name: [] for name in systems}

@@ -52,7 +52,7 @@ LEAST_NORM = 1e-3
 
 
 @dataclass(frozen=True)
-class System:
+class Arrangement:
     """One side in one arrangement of the cores."""
 
     side: str
@@ -66,15 +66,15 @@ class System:
 
 
 SYSTEMS = (
-    *(System("ours", ranks, threads) for ranks, threads in ((1, 1), (1, 2), (2, 1))),
-    *(System(side, 1, threads) for side in ("trl", "bare") for threads in (1, 2)),
+    *(Arrangement("ours", ranks, threads) for ranks, threads in ((1, 1), (1, 2), (2, 1))),
+    *(Arrangement(side, 1, threads) for side in ("trl", "bare") for threads in (1, 2)),
 )
 
 
-class Side:
+class SideProcess:
     """A system's process, which waits between its segments of iterations."""
 
-    def __init__(self, system: System, options: Mapping[str, Any], python: Path, program: str) -> None:
+    def __init__(self, system: Arrangement, options: Mapping[str, Any], python: Path, program: str) -> None:
         threads, folder = str(system.threads), Path(options["folder"])
         given = {**options, "ranks": system.ranks, "threads": system.threads}
         path = Path(__file__).with_name(program)
@@ -227,7 +227,7 @@ def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
         path = Path(given["folder"]) / f"{side}.safetensors"
         path.unlink(missing_ok=True)
         stored = {**given, "gate": True, "gradients": str(path)}
-        with _started(System(side, 1, 1), stored, programs) as process:
+        with _started(Arrangement(side, 1, 1), stored, programs) as process:
             answers[side] = process.read()
         gradients[side] = load_file(path)
     differences = {"loss": abs(answers["ours"]["loss"] - answers["trl"]["loss"])}
@@ -257,7 +257,7 @@ def _race(options: argparse.Namespace) -> int:
     metrics: dict[str, tuple[float, str]] = {}
     for seed in RACE_SEEDS:
         for side in programs if seed % 2 else reversed(programs):
-            with _started(System(side, 1, 2), {**given, "seed": seed}, programs) as process:
+            with _started(Arrangement(side, 1, 2), {**given, "seed": seed}, programs) as process:
                 process.read()
                 found = process.read()
             if found is None:
@@ -274,18 +274,18 @@ def _race(options: argparse.Namespace) -> int:
     return 0
 
 
-def _started(system: System, options: Mapping[str, Any], programs: Programs) -> closing[Side]:
-    return closing(Side(system, options, *programs[system.side]))
+def _started(system: Arrangement, options: Mapping[str, Any], programs: Programs) -> closing[SideProcess]:
+    return closing(SideProcess(system, options, *programs[system.side]))
 
 
 def _measure(
-    name: str, given: Mapping[str, Any], systems: Sequence[System], programs: Programs
+    name: str, given: Mapping[str, Any], systems: Sequence[Arrangement], programs: Programs
 ) -> dict[str, tuple[float, str]]:
     """Medians and extremes of every system over the rounds, in which they take turns."""
-    rates: dict[System, list[float]] = {}
-    used: dict[System, list[float]] = {}
-    phases: dict[System, list[dict[str, float]]] = {}
-    resident: dict[System, list[int]] = {}
+    rates: dict[Arrangement, list[float]] = {}
+    used: dict[Arrangement, list[float]] = {}
+    phases: dict[Arrangement, list[dict[str, float]]] = {}
+    resident: dict[Arrangement, list[int]] = {}
     rows = WORKLOADS[name].num_rows
     with ExitStack() as stack:
         sides = {}
@@ -312,11 +312,11 @@ def _measure(
 
 
 def _summarise(
-    systems: Sequence[System],
-    rates: Mapping[System, Sequence[float]],
-    used: Mapping[System, Sequence[float]],
-    phases: Mapping[System, Sequence[Mapping[str, float]]],
-    resident: Mapping[System, Sequence[int]],
+    systems: Sequence[Arrangement],
+    rates: Mapping[Arrangement, Sequence[float]],
+    used: Mapping[Arrangement, Sequence[float]],
+    phases: Mapping[Arrangement, Sequence[Mapping[str, float]]],
+    resident: Mapping[Arrangement, Sequence[int]],
 ) -> dict[str, tuple[float, str]]:
     metrics: dict[str, tuple[float, str]] = {}
     best = {each.side: 0.0 for each in systems}

@@ -38,7 +38,7 @@ DATA = {"steps": "gsm8k-steps", "problems": "gsm8k", "pairs": "gsm8k-preferences
 
 
 @dataclass(frozen=True)
-class Stage:
+class PageCommand:
     """One command of the page: what it runs, on which rows, and after which stages."""
 
     name: str
@@ -50,11 +50,11 @@ class Stage:
 STAGES = {
     stage.name: stage
     for stage in (
-        Stage("steps_sft", "sft", "steps"),
-        Stage("steps_grpo", "train", "steps", ("steps_sft",)),
-        Stage("problems_sft", "sft", "problems"),
-        Stage("reward", "reward-model", "pairs", ("problems_sft",)),
-        Stage("ppo", "train", "problems", ("problems_sft", "reward")),
+        PageCommand("steps_sft", "sft", "steps"),
+        PageCommand("steps_grpo", "train", "steps", ("steps_sft",)),
+        PageCommand("problems_sft", "sft", "problems"),
+        PageCommand("reward", "reward-model", "pairs", ("problems_sft",)),
+        PageCommand("ppo", "train", "problems", ("problems_sft", "reward")),
     )
 }
 """In the order of the page: a stage comes after those whose models it reads."""

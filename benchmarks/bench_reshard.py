@@ -153,7 +153,7 @@ class _Transition:
         self._target = _tensors(plan.target.boxes_of(rank))
         self._executor = ReshardExecutor(plan, group=self.group, ranks=self.ranks, bucket_bytes=BUCKET_BYTES)
         self._mover = ShardMover(plan, rank, self._source, self._target) if is_moved else None
-        self._cut = _Cut(self._target, planned.generation.boxes_of(rank)) if self._mover is None else None
+        self._cut = _SecondHalf(self._target, planned.generation.boxes_of(rank)) if self._mover is None else None
         self.restore()
 
     def run(self) -> None:
@@ -207,7 +207,7 @@ class _ByCollectives:
         return {}
 
 
-class _Cut:
+class _SecondHalf:
     """Second half of a method that gathers whole parameters: cuts the generation shard from them and frees them."""
 
     def __init__(self, whole: dict[str, list[torch.Tensor]], boxes: Any) -> None:

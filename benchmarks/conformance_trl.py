@@ -185,7 +185,7 @@ def _build_peer(trainer: type[Any], config: type[Any], batch: dict[str, Any], **
     lengths = batch["lengths"].tolist()
     is_rloo = trainer.__name__ == "RLOOTrainer"
 
-    class Peer(trainer):
+    class GrpoPeer(trainer):
         def __init__(self) -> None:
             folder = tempfile.gettempdir()
             self.args = config(
@@ -245,7 +245,7 @@ def _build_peer(trainer: type[Any], config: type[Any], batch: dict[str, Any], **
             loss: torch.Tensor = self._compute_loss(self.model, inputs)
             return loss
 
-    return Peer()
+    return GrpoPeer()
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def _build_peer(batch: dict[str, Any], **options: Any) -> Any:
     order = torch.arange(2 * PROMPTS).view(PROMPTS, 2).T.flatten()
     mask = batch["response_mask"][order]
 
-    class Peer(OnlineDPOTrainer):
+    class DpoPeer(OnlineDPOTrainer):
         def __init__(self) -> None:
             self.args = args
             self._beta = args.beta[0] if isinstance(args.beta, list) else args.beta
@@ -79,4 +79,4 @@ def _build_peer(batch: dict[str, Any], **options: Any) -> Any:
             self.training_step(self.model, {"prompt": [""] * PROMPTS})
             return self.loss
 
-    return Peer()
+    return DpoPeer()

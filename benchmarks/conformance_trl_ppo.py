@@ -26,7 +26,7 @@ WIDTH = 11
 _MODULE = "trl.experimental.ppo.ppo_trainer"
 
 
-class _BackwardError(Exception):
+class _LossReachedError(Exception):
     """Ends the trainer's loop where it has its loss."""
 
 
@@ -108,7 +108,7 @@ def _run_trainer(
 
     def backward(loss: torch.Tensor) -> None:
         seen["loss"] = loss
-        raise _BackwardError
+        raise _LossReachedError
 
     original = ppo_trainer.masked_whiten
 
@@ -129,7 +129,7 @@ def _run_trainer(
         "masked_whiten": whiten,
     }
     peer = _build_peer(queries, backward)
-    with mock.patch.multiple(_MODULE, **replaced), suppress(_BackwardError):
+    with mock.patch.multiple(_MODULE, **replaced), suppress(_LossReachedError):
         peer.train()
     return seen["loss"], seen["advantages"], float(peer.args.vf_coef)
 
@@ -140,7 +140,7 @@ def _build_peer(queries: torch.Tensor, backward: Callable[[torch.Tensor], None])
 
     rows = len(queries)
 
-    class Peer(PPOTrainer):
+    class PpoPeer(PPOTrainer):
         def __init__(self) -> None:
             self.args = PPOConfig(
                 output_dir=tempfile.gettempdir(),
@@ -171,7 +171,7 @@ def _build_peer(queries: torch.Tensor, backward: Callable[[torch.Tensor], None])
             self.state, self.is_deepspeed_enabled = namespace(), False
             self.callback_handler = namespace(on_train_begin=lambda *arguments: None)
 
-    return Peer()
+    return PpoPeer()
 
 
 if __name__ == "__main__":

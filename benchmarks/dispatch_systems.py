@@ -39,7 +39,7 @@ def expected_sum(num_rows: int) -> int:
     return NUM_PRODUCERS * num_rows * (ROW_ITEMS * (ROW_ITEMS - 1) // 2)
 
 
-class System(Protocol):
+class DispatchSystem(Protocol):
     """One way to move rows."""
 
     def move(self, num_rows: int, num_consumers: int, *, contiguous: bool) -> int:

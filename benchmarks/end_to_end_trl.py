@@ -73,7 +73,7 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         phases[name] += time.perf_counter() - start_s
         return found
 
-    class Paced(TrainerCallback):
+    class PacedGrpo(TrainerCallback):
         """Follows the trainer's steps."""
 
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -95,7 +95,7 @@ def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pace
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         reward_funcs=reward,
-        callbacks=[Paced()],
+        callbacks=[PacedGrpo()],
         **more,
     )
 

@@ -25,7 +25,7 @@ class _Rewards(torch.nn.Module):
     """Stands where the trainer wants a reward model."""
 
 
-class _BackwardError(Exception):
+class _GradientsKnownError(Exception):
     """Ends the gate where the gradients are known."""
 
 
@@ -114,7 +114,7 @@ def _train(options: dict[str, Any], pacer: Pacer) -> None:
             return timed("score", find_scores, ids, width)
         return timed("logprobs", get_reward, model, ids, pad, width)
 
-    class Paced(TrainerCallback):
+    class PacedPpo(TrainerCallback):
         """Follows the trainer's steps."""
 
         def on_log(self, *_: Any, **__: Any) -> None:
@@ -127,7 +127,7 @@ def _train(options: dict[str, Any], pacer: Pacer) -> None:
             pacer.end_iteration()
 
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
-    trainer = _build_trainer(options, prompts, sum(options["segments"]), callbacks=[Paced()])
+    trainer = _build_trainer(options, prompts, sum(options["segments"]), callbacks=[PacedPpo()])
     replaced = {
         "batch_generation": lambda *arguments: timed("generate", generation, *arguments),
         "forward": pass_forward,
@@ -173,11 +173,11 @@ def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
             if each.grad is not None:
                 gradients[name.replace("value_model.score.", "value_model.lm_head.")] = each.grad.clone()
         save_file(gradients, options["gradients"])
-        raise _BackwardError
+        raise _GradientsKnownError
 
     trainer.accelerator.backward = keep
     replaced = {"batch_generation": give_stored, "get_reward": look_up}
-    with mock.patch.multiple(_MODULE, **replaced), suppress(_BackwardError):
+    with mock.patch.multiple(_MODULE, **replaced), suppress(_GradientsKnownError):
         trainer.train()
     return found
 

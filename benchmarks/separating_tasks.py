@@ -86,7 +86,7 @@ def _parity_rows(random_: random.Random) -> Iterator[Row]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Task:
+class _SeparatingTask:
     reward: str
     learning_rate: float
     batch_size: int
@@ -95,14 +95,14 @@ class _Task:
     rows: str
 
 
-_DIGIT_TASK = _Task(
+_DIGIT_TASK = _SeparatingTask(
     reward="is_right_digit", learning_rate=2e-3, batch_size=20, max_new_tokens=3, warm_steps=300, rows="mixture"
 )
 _TASKS = {
     "mixture": _DIGIT_TASK,
     "stale": _DIGIT_TASK,
     "extremes": replace(_DIGIT_TASK, batch_size=8, rows="extremes"),
-    "parity": _Task(
+    "parity": _SeparatingTask(
         reward="has_right_parity",
         learning_rate=1e-3,
         batch_size=16,

@@ -55,7 +55,7 @@ HEADER = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class LayoutRow:
     """One layout by one method; bytes of the rank with the most."""
 
     train: str
@@ -98,7 +98,7 @@ def main() -> int:
     return 0
 
 
-def build_rows() -> list[Row]:
+def build_rows() -> list[LayoutRow]:
     """Every layout by every method that it defines, with formula and plan."""
     rows = []
     for train, generation, sharding in LAYOUTS:
@@ -115,7 +115,7 @@ def build_rows() -> list[Row]:
             else:
                 formula = (cost.recv_bytes, cost.peak_param_bytes)
             rows.append(
-                Row(
+                LayoutRow(
                     train=train,
                     generation=generation,
                     sharding=sharding,
@@ -128,7 +128,7 @@ def build_rows() -> list[Row]:
     return rows
 
 
-def measure(num_ranks: int, rows: list[Row]) -> list[str]:
+def measure(num_ranks: int, rows: list[LayoutRow]) -> list[str]:
     """Run rows of one number of ranks; their lines."""
     lines = []
     with LocalRanks(num_ranks) as ranks:

@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import FrameType
 
-from fuzzed_readers import READERS, Reader, write_files
+from fuzzed_readers import READERS, Fuzzed, write_files
 from hf_protocols import HybridFlowError
 from mutated_inputs import mutate
 
@@ -43,7 +43,7 @@ class _TooSlowError(BaseException):
     """Not an Exception: no reader may swallow it."""
 
 
-def check_inputs(numbers: Sequence[int], readers: Sequence[Reader] = READERS) -> list[str]:
+def check_inputs(numbers: Sequence[int], readers: Sequence[Fuzzed] = READERS) -> list[str]:
     """Reads a damaged file for each number, and returns one text for each that a reader did not take well.
 
     Args:
@@ -67,7 +67,7 @@ def check_inputs(numbers: Sequence[int], readers: Sequence[Reader] = READERS) ->
     return findings
 
 
-def _check_input(reader: Reader, number: int, folder: Path, healthy: bytes) -> str | None:
+def _check_input(reader: Fuzzed, number: int, folder: Path, healthy: bytes) -> str | None:
     file = folder / reader.file
     kind = reader.kind or file.suffix.removeprefix(".")
     damaged = mutate(healthy, kind, random.Random(f"{reader.name}:{number}"))

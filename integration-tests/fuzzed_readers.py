@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["READERS", "Reader", "write_files"]
+__all__ = ["READERS", "Fuzzed", "write_files"]
 
 
 @dataclass(frozen=True)
-class Reader:
+class Fuzzed:
     """One file, and what is done with it.
 
     Attributes:
@@ -213,47 +213,47 @@ _METRICS, _SAMPLES = "run/metrics.jsonl", "run/samples/20.jsonl"
 _CURVES = "/parts/curves", "/parts/curves?axis=tokens", "/parts/health"
 _SHOWN = "/parts/samples", "/parts/sample?row=0", "/parts/sample?row=0&colouring=ratio", "/samples.jsonl"
 
-READERS: Sequence[Reader] = (
-    Reader("configuration", "config.toml", _load_config("config.toml", "train"), share=12, names_file=False),
-    Reader("configuration of sft", "sft.toml", _load_config("sft.toml", None), share=8, names_file=False),
-    Reader("configuration of the mapper", "mapper.toml", _read_mapper_config, share=12, names_file=False),
-    Reader("plan, drawn", "plan.json", _draw_plan, share=12, names_file=False),
-    Reader("trace, against simulators", "run/trace.json", _validate_trace, share=4),
-    Reader("model", "run/model/config.json", _read_shape, share=8, names_file=False),
-    Reader("constants", "constants.json", _read_constants, share=8, names_file=False),
-    Reader("measured tables", "tables/times.csv", _read_tables),
-    Reader("report, configuration", "run/config.toml", _report),
-    Reader("report, metrics", _METRICS, _report),
-    Reader("report, summary", "run/summary.json", _report, share=6),
-    Reader("report, trace", "run/trace.json", _report),
-    Reader("report, samples", _SAMPLES, _report),
-    Reader("trace", "run/trace.json", _sum_up_trace, share=8),
-    Reader("serve, configuration", "run/config.toml", _serve("/state", "/parts/compare"), share=2),
-    Reader(
+READERS: Sequence[Fuzzed] = (
+    Fuzzed("configuration", "config.toml", _load_config("config.toml", "train"), share=12, names_file=False),
+    Fuzzed("configuration of sft", "sft.toml", _load_config("sft.toml", None), share=8, names_file=False),
+    Fuzzed("configuration of the mapper", "mapper.toml", _read_mapper_config, share=12, names_file=False),
+    Fuzzed("plan, drawn", "plan.json", _draw_plan, share=12, names_file=False),
+    Fuzzed("trace, against simulators", "run/trace.json", _validate_trace, share=4),
+    Fuzzed("model", "run/model/config.json", _read_shape, share=8, names_file=False),
+    Fuzzed("constants", "constants.json", _read_constants, share=8, names_file=False),
+    Fuzzed("measured tables", "tables/times.csv", _read_tables),
+    Fuzzed("report, configuration", "run/config.toml", _report),
+    Fuzzed("report, metrics", _METRICS, _report),
+    Fuzzed("report, summary", "run/summary.json", _report, share=6),
+    Fuzzed("report, trace", "run/trace.json", _report),
+    Fuzzed("report, samples", _SAMPLES, _report),
+    Fuzzed("trace", "run/trace.json", _sum_up_trace, share=8),
+    Fuzzed("serve, configuration", "run/config.toml", _serve("/state", "/parts/compare"), share=2),
+    Fuzzed(
         "serve, metrics",
         _METRICS,
         _serve("/state", "/parts/curves", "/parts/curves?axis=tokens", "/parts/health"),
         share=3,
     ),
-    Reader("serve, summary", "run/summary.json", _serve("/state", "/parts/compare"), share=2),
-    Reader("serve, trace", "run/trace.json", _serve("/state", "/parts/gantt", "/parts/gantt?iteration=3"), share=2),
-    Reader("serve, samples", _SAMPLES, _serve("/state", *_SHOWN), share=3),
-    Reader("watch, configuration", "run/config.toml", _watch, share=2),
-    Reader("watch, metrics", _METRICS, _watch, share=3),
-    Reader("watch, summary", "run/summary.json", _watch, share=2),
-    Reader("watch, samples", _SAMPLES, _watch, share=3),
-    Reader("rows, JSON lines", "data/rows.jsonl", _read_rows("rows.jsonl"), share=8),
-    Reader("rows, chats", "data/chats.jsonl", _read_rows("chats.jsonl", is_learned=True), share=8),
-    Reader("rows, JSON", "data/rows.json", _read_rows("rows.json")),
-    Reader("rows, CSV", "data/rows.csv", _read_rows("rows.csv")),
-    Reader("rows, Parquet", "data/rows.parquet", _read_rows("rows.parquet"), kind="bytes"),
-    Reader("rows, gzip", "data/packed.jsonl.gz", _read_rows("packed.jsonl.gz"), kind="bytes"),
-    Reader("commit", "run/steps/3/COMMIT", _find_commit, kind="json", share=8),
-    Reader("commit, a file of it", "run/steps/3/actor/state.json", _find_commit),
-    Reader("commit, program", "run/steps/3/program.json", _read_program, share=8),
-    Reader("origin of a run", "run/.hybridflow-run", _read_origin, kind="json", share=6),
-    Reader("ledger", "run/ledger.jsonl", _count_ledger, share=8),
-    Reader("pairs", "data/pairs.jsonl", _read_pairs, share=8),
+    Fuzzed("serve, summary", "run/summary.json", _serve("/state", "/parts/compare"), share=2),
+    Fuzzed("serve, trace", "run/trace.json", _serve("/state", "/parts/gantt", "/parts/gantt?iteration=3"), share=2),
+    Fuzzed("serve, samples", _SAMPLES, _serve("/state", *_SHOWN), share=3),
+    Fuzzed("watch, configuration", "run/config.toml", _watch, share=2),
+    Fuzzed("watch, metrics", _METRICS, _watch, share=3),
+    Fuzzed("watch, summary", "run/summary.json", _watch, share=2),
+    Fuzzed("watch, samples", _SAMPLES, _watch, share=3),
+    Fuzzed("rows, JSON lines", "data/rows.jsonl", _read_rows("rows.jsonl"), share=8),
+    Fuzzed("rows, chats", "data/chats.jsonl", _read_rows("chats.jsonl", is_learned=True), share=8),
+    Fuzzed("rows, JSON", "data/rows.json", _read_rows("rows.json")),
+    Fuzzed("rows, CSV", "data/rows.csv", _read_rows("rows.csv")),
+    Fuzzed("rows, Parquet", "data/rows.parquet", _read_rows("rows.parquet"), kind="bytes"),
+    Fuzzed("rows, gzip", "data/packed.jsonl.gz", _read_rows("packed.jsonl.gz"), kind="bytes"),
+    Fuzzed("commit", "run/steps/3/COMMIT", _find_commit, kind="json", share=8),
+    Fuzzed("commit, a file of it", "run/steps/3/actor/state.json", _find_commit),
+    Fuzzed("commit, program", "run/steps/3/program.json", _read_program, share=8),
+    Fuzzed("origin of a run", "run/.hybridflow-run", _read_origin, kind="json", share=6),
+    Fuzzed("ledger", "run/ledger.jsonl", _count_ledger, share=8),
+    Fuzzed("pairs", "data/pairs.jsonl", _read_pairs, share=8),
 )
 
 # --------------------------------------------------------------------------------------------------- healthy files

@@ -35,7 +35,7 @@ ALLOWANCES_MIN = {"algorithms": 5, "models and data": 6, "commands": 6, "durable
 """Minutes that later subjects may add to the lanes. What needs more gets a target of its own."""
 
 
-class Lane(NamedTuple):
+class LaneStatus(NamedTuple):
     """Status of a lane, and its seconds if it ended."""
 
     status: str
@@ -43,23 +43,23 @@ class Lane(NamedTuple):
     cpu_s: float | None = None
 
 
-def read_lanes(lines: Iterable[str]) -> dict[str, Lane]:
+def read_lanes(lines: Iterable[str]) -> dict[str, LaneStatus]:
     """Returns the last word about each lane; a lane that started and did not end was cut off."""
-    lanes: dict[str, Lane] = {}
+    lanes: dict[str, LaneStatus] = {}
     for line in lines:
         name, status, *numbers = line.rstrip("\n").split("\t")
         if status == "started":
-            lanes[name] = Lane("CUT OFF")
+            lanes[name] = LaneStatus("CUT OFF")
         else:
-            lanes[name] = Lane(status, *map(float, numbers))
+            lanes[name] = LaneStatus(status, *map(float, numbers))
     return lanes
 
 
-def format_report(lanes: Mapping[str, Lane]) -> Iterator[str]:
+def format_report(lanes: Mapping[str, LaneStatus]) -> Iterator[str]:
     """Yields the table's lines: every lane with a budget, then lanes without one, the sum and the allowances."""
     yield f"{'lane':<35} {'status':<8} {'seconds':>8} {'budget':>8} {'CPU s':>8}"
     for name in [*BUDGETS_S, *(lane for lane in lanes if lane not in BUDGETS_S)]:
-        lane, budget_s = lanes.get(name, Lane("not run")), BUDGETS_S.get(name)
+        lane, budget_s = lanes.get(name, LaneStatus("not run")), BUDGETS_S.get(name)
         yield _format_row(name, lane.status, lane.seconds, budget_s, lane.cpu_s)
     ended = {name: lane for name, lane in lanes.items() if lane.seconds is not None}
     total_s = sum(lane.seconds or 0.0 for lane in ended.values())

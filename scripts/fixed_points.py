@@ -74,7 +74,7 @@ def find_constrained(beta: float) -> tuple[float, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class Bandit:
     """One algorithm's bandit: its keys, what it is known to end at, and how closely it must."""
 
     keys: dict[str, Any]
@@ -115,21 +115,21 @@ SCALED = "ref exp(r / (s beta)), up to a constant, where s is the policy's own s
 CRITIC: dict[str, Any] = {"critic": (TableCritic, {})}
 
 
-def build_cases() -> dict[str, Case]:
+def build_cases() -> dict[str, Bandit]:
     """The bandit of every algorithm, by name."""
     tilted, scaled = tilt(REWARDS, BETA), tilt_by_unit(find_deviation, LARGE_BETA)
     beta = {"kl_coefficient": BETA}
     no_whitening = beta | {"whiten": False}
-    by_std = Case(
+    by_std = Bandit(
         keys={"kl_coefficient": LARGE_BETA}, fixed_point=scaled, formula=SCALED, rate=0.5, iterations=30, tolerance=3e-3
     )
     at_ratio_one = replace(by_std, note="With one update an iteration every ratio is 1, and the path is GRPO's.")
     multiplier, constrained = find_constrained(BETA)
     labels = (1.0, 0.0)
     return {
-        "ppo": Case(keys=no_whitening, fixed_point=tilted, formula=TILTED, workers=CRITIC),
-        "remax": Case(keys=beta, fixed_point=tilted, formula=TILTED),
-        "safe_rlhf": Case(
+        "ppo": Bandit(keys=no_whitening, fixed_point=tilted, formula=TILTED, workers=CRITIC),
+        "remax": Bandit(keys=beta, fixed_point=tilted, formula=TILTED),
+        "safe_rlhf": Bandit(
             keys=beta | {"lambda_learning_rate": 0.3},
             fixed_point=constrained,
             formula="ref exp((r - lambda c) / ((1 + lambda) beta)), up to a constant, with lambda so that E[c] = 0",
@@ -139,27 +139,27 @@ def build_cases() -> dict[str, Case]:
             note=f"The costs are {', '.join(map(str, COSTS))}; their limit is 0.",
         ),
         "grpo": by_std,
-        "dr_grpo": Case(keys=beta, fixed_point=tilted, formula=TILTED),
-        "rloo": Case(keys=beta, fixed_point=tilted, formula=TILTED),
-        "reinforce_pp": Case(keys=no_whitening, fixed_point=tilted, formula=TILTED),
-        "reinforce_pp_baseline": Case(keys=no_whitening, fixed_point=tilted, formula=TILTED),
+        "dr_grpo": Bandit(keys=beta, fixed_point=tilted, formula=TILTED),
+        "rloo": Bandit(keys=beta, fixed_point=tilted, formula=TILTED),
+        "reinforce_pp": Bandit(keys=no_whitening, fixed_point=tilted, formula=TILTED),
+        "reinforce_pp_baseline": Bandit(keys=no_whitening, fixed_point=tilted, formula=TILTED),
         **dict.fromkeys(("dapo", "gspo", "cispo", "sapo", "gmpo"), at_ratio_one),
-        "maxrl": Case(
+        "maxrl": Bandit(
             keys=beta,
             fixed_point=tilt_by_unit(find_mean, BETA),
             formula="ref exp(r / (m beta)), up to a constant, where m is the policy's own expected reward",
             rate=0.8,
         ),
-        "opo": Case(keys=beta, fixed_point=tilted, formula=TILTED),
+        "opo": Bandit(keys=beta, fixed_point=tilted, formula=TILTED),
         "dppo_tv": at_ratio_one,
-        "distillation": Case(
+        "distillation": Bandit(
             keys={},
             fixed_point=np.array(TEACHER),
             formula="the teacher's probabilities",
             workers={"teacher": (FrozenPolicy, {"table": [np.log(TEACHER).tolist()]})},
             rate=0.7,
         ),
-        "online_dpo": Case(
+        "online_dpo": Bandit(
             keys={"beta": 0.8},
             fixed_point=tilt(labels, 0.8, (0.3, 0.7)),
             formula="ref exp(r / beta), up to a constant, where labels prefer an answer with probability "
@@ -176,12 +176,12 @@ def build_cases() -> dict[str, Case]:
     }
 
 
-def train_all(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+def train_all(cases: dict[str, Bandit]) -> dict[str, dict[str, Any]]:
     """The path of every case, with what it ends at."""
     return {name: describe(name, case, case.train(name)) for name, case in cases.items()}
 
 
-def describe(name: str, case: Case, trained: Trained) -> dict[str, Any]:
+def describe(name: str, case: Bandit, trained: Trained) -> dict[str, Any]:
     """The path and its end, to be kept.
 
     Raises:

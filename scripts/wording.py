@@ -25,7 +25,7 @@ RULES = ROOT / "scripts" / "wording.toml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expression:
+class Forbidden:
     """A forbidden pattern, and the kinds of text in which it is forbidden; without kinds, in all."""
 
     pattern: re.Pattern[str]
@@ -57,11 +57,11 @@ class Hit:
         return f"{shown}:{self.line}: {' '.join(self.found.split())!r}: write {self.instead}"
 
 
-def read_rules(path: Path = RULES) -> tuple[tuple[str, ...], tuple[Expression, ...]]:
+def read_rules(path: Path = RULES) -> tuple[tuple[str, ...], tuple[Forbidden, ...]]:
     """Returns the paths that are held free of hits, and the expressions."""
     rules = tomllib.loads(path.read_text())
     expressions = tuple(
-        Expression(
+        Forbidden(
             # One space of a pattern stands for any white space, so that a phrase is found across a line break.
             pattern=re.compile(each["pattern"].replace(" ", r"\s+"), re.IGNORECASE),
             instead=each["instead"],
@@ -85,7 +85,7 @@ def list_files(paths: Sequence[Path]) -> list[Path]:
 _SUFFIXES = {".md", ".py", ".sh", ".yaml", ".yml"}
 
 
-def find_hits(path: Path, expressions: Sequence[Expression]) -> list[Hit]:
+def find_hits(path: Path, expressions: Sequence[Forbidden]) -> list[Hit]:
     """Returns the hits in one file, in order of lines."""
     source = path.read_text()
     hits = [

@@ -24,7 +24,7 @@ Step = Callable[..., Sequence[Any]]
 PPO = Dataflow.preset("ppo")
 
 
-class CostWorker(Worker):
+class CostModelWorker(Worker):
     """A model that a recipe of one's own adds."""
 
     @register(
@@ -59,7 +59,7 @@ class SilentWorker(Worker):
         raise AssertionError("nothing runs")
 
 
-OWN = (Role(name="cost", worker=CostWorker), Role(name="advantage", worker=OwnAdvantageWorker))
+OWN = (Role(name="cost", worker=CostModelWorker), Role(name="advantage", worker=OwnAdvantageWorker))
 
 
 def derive(step: Step, config: Any = None, own: Sequence[Role] = OWN) -> Dataflow:
@@ -221,7 +221,7 @@ class OwnEstimator:
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class LossOfCosts:
     reads: tuple[str, ...] = ("own_advantages",)
 
 
@@ -236,7 +236,7 @@ def declaring_step(estimator: object) -> Step:
         batch = respond(roles, prompts)
         batch = batch.union(roles.reward.compute_reward(batch)).union(roles.cost.compute_cost(batch))
         batch = batch.union(roles.advantage.compute_advantages(batch, estimator))
-        return [roles.actor.update_actor(batch, OwnLoss())]
+        return [roles.actor.update_actor(batch, LossOfCosts())]
 
     return step
 

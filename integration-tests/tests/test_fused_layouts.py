@@ -139,7 +139,7 @@ def _batch() -> TensorDict:
     )
 
 
-class Reference:
+class PlainTraining:
     """The same model in this process: transformers, torch's AdamW, one sequence after another, nothing padded."""
 
     def __init__(self, directory: Path, head: str) -> None:
@@ -200,7 +200,7 @@ def test_fused_roles_train_under_their_own_layouts(groups: dict[str, WorkerGroup
     ]
     logprobs, values = actor.compute_logprobs(batch), critic.compute_values(batch)
 
-    policy, value = Reference(model, "lm"), Reference(model, "value")
+    policy, value = PlainTraining(model, "lm"), PlainTraining(model, "value")
     for trained, projected, fitted in made:
         assert trained.result()["supervised/loss"] == pytest.approx(policy.step(batch), rel=1e-4)
         assert fitted.result()["critic/loss"] == pytest.approx(value.step(batch), rel=1e-4)
@@ -250,6 +250,6 @@ def test_fused_megatron_roles_of_one_layout_share_processes(executor: RayExecuto
     groups = executor.build_groups(pool, specs, fused=True)
     batch = _batch()
     logprobs, values = groups["actor"].compute_logprobs(batch), groups["critic"].compute_values(batch)
-    _assert_rows(logprobs.result()["old_logprobs"], Reference(model, "lm").score(batch))
-    _assert_rows(values.result()["values"], Reference(model, "value").score(batch))
+    _assert_rows(logprobs.result()["old_logprobs"], PlainTraining(model, "lm").score(batch))
+    _assert_rows(values.result()["values"], PlainTraining(model, "value").score(batch))
     executor.release(pool)

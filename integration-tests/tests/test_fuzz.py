@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fuzz import check_inputs
-from fuzzed_readers import Reader
+from fuzzed_readers import Fuzzed
 from hf_protocols import ConfigError
 from mutated_inputs import mutate
 
@@ -43,7 +43,7 @@ def test_readers_that_fail_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
             if calls > 1:  # the first one reads the healthy file
                 raise error
 
-        found[name] = check_inputs([7], [Reader(name, "plan.json", read)])
+        found[name] = check_inputs([7], [Fuzzed(name, "plan.json", read)])
     assert found["named"] == []
     assert "--reader 'foreign' --number 7" in found["foreign"][0] and "IndexError: 9" in found["foreign"][0]
     assert "does not name plan.json" in found["nameless"][0]

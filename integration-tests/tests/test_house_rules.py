@@ -63,6 +63,17 @@ def test_names_of_tests_are_short() -> None:
     assert [name for name in names if len(name) > MAX_TEST_NAME] == []
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """In tests, benchmarks and scripts, too."""
+    places: dict[str, list[str]] = {}
+    for path in ALL_PYTHON:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert len(places) > 700
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 @each_source
 def test_nothing_but_definitions_at_import(path: Path) -> None:
     assert [f"line {node.lineno}" for node in ast.parse(path.read_text()).body if not _is_definition(node)] == []

@@ -26,7 +26,7 @@ VARIABLES = {
 }
 
 
-class Handler(BaseHTTPRequestHandler):
+class LetterHandler(BaseHTTPRequestHandler):
     """Scores letters for clients that know the password."""
 
     def do_POST(self) -> None:
@@ -41,7 +41,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), LetterHandler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"127.0.0.1:{server.server_port}/score"
     server.shutdown()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import transition_table
-from transition_table import BEGIN, END, HEADER, LAYOUTS, PAGE, Row, build_rows, measure
+from transition_table import BEGIN, END, HEADER, LAYOUTS, PAGE, LayoutRow, build_rows, measure
 
 
 def lines_of_the_page() -> list[str]:
@@ -38,7 +38,7 @@ def test_a_row_says_formula_plan_and_counted_bytes_alike() -> None:
         assert float(peak) <= held + transition_table.BUCKET_BYTES / 1024
 
 
-def again(rows: list[Row], wanted: list[int]) -> None:
+def again(rows: list[LayoutRow], wanted: list[int]) -> None:
     lines = lines_of_the_page()
     (size,) = {rows[index].num_ranks for index in wanted}
     assert measure(size, [rows[index] for index in wanted]) == [lines[index] for index in wanted]

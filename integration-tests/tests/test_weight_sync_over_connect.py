@@ -16,7 +16,7 @@ SHAPES = {"w": (7, 2)}
 WEIGHTS = torch.arange(14.0).view(7, 2)
 
 
-class Side(Worker):
+class SyncSide(Worker):
     """Makes its sync again where the groups were connected again."""
 
     @register(protocol=ONE_TO_ALL, returns="object")
@@ -30,7 +30,7 @@ class Side(Worker):
             setattr(Step, part, _run_out)
 
 
-class Trainer(Side):
+class Trainer(SyncSide):
     side, layout = "source", fsdp_layout(SHAPES, range(2))
 
     @register(protocol=ONE_TO_ALL, returns="object")
@@ -39,7 +39,7 @@ class Trainer(Side):
         self._sync.send({"w": WEIGHTS[box.offset[0] :][: box.shape[0]] + version}, version=version)
 
 
-class Sampler(Side):
+class Sampler(SyncSide):
     side, layout = "target", replicated_layout(SHAPES, range(2))
 
     @register(protocol=ONE_TO_ALL, returns="object")

@@ -131,7 +131,7 @@ def count_arrivals(file: Path, rank: int) -> None:
 
 
 @dataclasses.dataclass
-class Recorded:
+class NodeCall:
     """A call of an iteration that takes a batch."""
 
     group: WorkerGroup
@@ -141,7 +141,7 @@ class Recorded:
     writes: tuple[str, ...]
 
     @classmethod
-    def of(cls, group: WorkerGroup, method: str, given: Sequence[Any]) -> Recorded:
+    def of(cls, group: WorkerGroup, method: str, given: Sequence[Any]) -> NodeCall:
         spec = group.methods[method]
         declared = find_columns(spec, given, method)
         reads, writes = (declared or spec).reads or (), (declared or spec).writes or ()
@@ -151,7 +151,7 @@ class Recorded:
 class RecordingRoles(Roles):
     """Roles that write down the calls that take a batch."""
 
-    calls: list[Recorded] = []  # noqa: RUF012 - one run in this program
+    calls: list[NodeCall] = []  # noqa: RUF012 - one run in this program
 
     def __getattr__(self, role: str) -> Any:
         return _RecordingGroup(super().__getattr__(role))
@@ -167,7 +167,7 @@ class _RecordingGroup:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if args and isinstance(args[0], BatchFuture):
-                RecordingRoles.calls.append(Recorded.of(self._group, method, (*args, *kwargs.values())))
+                RecordingRoles.calls.append(NodeCall.of(self._group, method, (*args, *kwargs.values())))
             return getattr(self._group, method)(*args, **kwargs)
 
         return call
@@ -182,7 +182,7 @@ class Made:
     nodes: Mapping[int, str]
 
 
-def expect(calls: Sequence[Recorded], nodes: Mapping[str, Mapping[int, str]]) -> Iterator[dict[str, Any]]:
+def expect(calls: Sequence[NodeCall], nodes: Mapping[str, Mapping[int, str]]) -> Iterator[dict[str, Any]]:
     """For every call and rank the bytes that the routes bring from other nodes, and bytes of lengths at most."""
     row_bytes = measure_rows(calls[-1].batch)
     num_rows = calls[-1].batch.num_rows

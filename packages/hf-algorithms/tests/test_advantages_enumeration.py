@@ -122,7 +122,7 @@ SEQUENCES = [
 PREFIXES = [(), (1,), (2,), (1, 1), (1, 2), (2, 1), (2, 2)]
 
 
-class Policy:
+class EnumeratedPolicy:
     """A table of logits, one row for each prefix; the rewards and the reference are random tables."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class Policy:
 
 
 def test_sequences_are_all_outcomes_of_the_policy() -> None:
-    policy = Policy()
+    policy = EnumeratedPolicy()
     assert len(SEQUENCES) == 15
     assert policy.logprobs.masked_fill(~policy.mask, 0.0).sum(1).exp().sum().item() == pytest.approx(1.0)
 
@@ -191,7 +191,7 @@ UNBIASED = {
 @pytest.mark.parametrize("name", UNBIASED)
 @pytest.mark.parametrize("values", ["zero", "random"])
 def test_expected_gradient_is_the_policy_gradient(name: str, values: str) -> None:
-    policy = Policy()
+    policy = EnumeratedPolicy()
     columns = policy.columns() | {"group_id": torch.arange(len(SEQUENCES))}
     if values == "zero":
         columns["values"] = torch.zeros_like(columns["values"])
@@ -211,7 +211,7 @@ def test_expected_gradient_is_the_policy_gradient(name: str, values: str) -> Non
     ids=["reinforce", "remax", "gae", "group", "group_sequence"],
 )
 def test_cumulative_kl_has_the_gradient_of_the_divergence(estimator: Any) -> None:
-    policy = Policy()
+    policy = EnumeratedPolicy()
     columns = policy.columns() | {"group_id": torch.arange(len(SEQUENCES))}
     found = policy.expect_gradient(estimator(columns)["advantages"])
     torch.testing.assert_close(found, policy.true_gradient(0.7), rtol=0, atol=1e-12)
@@ -219,7 +219,7 @@ def test_cumulative_kl_has_the_gradient_of_the_divergence(estimator: Any) -> Non
 
 def test_kl_of_the_token_alone_is_biased() -> None:
     """It leaves out how a token changes the divergence of later ones; each token's own part is exact."""
-    policy = Policy()
+    policy = EnumeratedPolicy()
     estimator = ReinforceAdvantage(kl_coefficient=0.7, kl_return="token")
     gap = policy.expect_gradient(estimator(policy.columns())["advantages"]) - policy.true_gradient(0.7)
     assert gap[0].abs().max() > 1e-2
@@ -228,7 +228,7 @@ def test_kl_of_the_token_alone_is_biased() -> None:
 
 
 def test_gae_with_exact_values_is_unbiased_for_any_lambda() -> None:
-    policy = Policy()
+    policy = EnumeratedPolicy()
     columns = policy.columns()
     probability = policy.logprobs.detach().masked_fill(~policy.mask, 0.0)
     exact = torch.zeros(len(PREFIXES), dtype=torch.float64)

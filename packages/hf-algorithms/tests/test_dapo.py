@@ -22,7 +22,7 @@ from hf_engine import SamplingParams
 from hf_protocols import DP, BatchError, ConfigError, register
 
 
-class Rows:
+class NamedRows:
     """Stands for a batch; each row is named by its prompt and its sample."""
 
     def __init__(self, names: list[Any]) -> None:
@@ -32,18 +32,18 @@ class Rows:
     def num_rows(self) -> int:
         return len(self.names)
 
-    def repeat(self, times: int) -> Rows:
-        return Rows([(name, sample) for name in self.names for sample in range(times)])
+    def repeat(self, times: int) -> NamedRows:
+        return NamedRows([(name, sample) for name in self.names for sample in range(times)])
 
-    def union(self, other: Rows) -> Rows:
+    def union(self, other: NamedRows) -> NamedRows:
         assert other.num_rows == self.num_rows
         return self
 
-    def rows(self, index: list[int]) -> Rows:
-        return Rows([self.names[row] for row in index])
+    def rows(self, index: list[int]) -> NamedRows:
+        return NamedRows([self.names[row] for row in index])
 
-    def concat(self, other: Rows) -> Rows:
-        return Rows([*self.names, *other.names])
+    def concat(self, other: NamedRows) -> NamedRows:
+        return NamedRows([*self.names, *other.names])
 
 
 def run(
@@ -57,9 +57,9 @@ def run(
         nonlocal drawn
         asked.append(num_prompts)
         drawn += num_prompts
-        return Rows(list(range(drawn - num_prompts, drawn)))
+        return NamedRows(list(range(drawn - num_prompts, drawn)))
 
-    def select(batch: Rows) -> Any:
+    def select(batch: NamedRows) -> Any:
         groups = sorted({name for name, _ in batch.names})
         return SimpleNamespace(result=lambda: [group for group in groups if is_kept(group)])
 
@@ -77,7 +77,7 @@ def run(
         pretrain_rows=more,
         count_prompts_left=lambda: left - (drawn - wanted),
     )
-    prompts: Any = Rows(list(range(wanted)))
+    prompts: Any = NamedRows(list(range(wanted)))
     found: Any
     found, (_, counts) = fill(roles, prompts, DAPOConfig(**keys), context)
     return (None if found is None else found.names), counts, asked

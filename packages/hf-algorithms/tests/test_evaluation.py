@@ -23,7 +23,7 @@ SEEN: list[tuple[str, int, list[int]]] = []
 """Method, rank and row ids of every call; all ranks run in this process."""
 
 
-class Watched(Worker):
+class WatchedFunction(Worker):
     needs_process_group = False
 
     def note(self, method: str, batch: TensorDict) -> list[int]:
@@ -37,7 +37,7 @@ def jagged(rows: list[list[float]], dtype: torch.dtype = torch.float32) -> torch
     return torch.nested.nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
 
 
-class Actor(Watched):
+class Actor(WatchedFunction):
     @register(protocol=THREE_D_ALL_MICRO_DP, rows="times", writes=("response_ids", "response_mask", "rollout_logprobs"))
     def generate_sequences(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
         rows = self.note("generate", batch)
@@ -54,7 +54,7 @@ class Actor(Watched):
         return TensorDict({"old_logprobs": jagged([[-1.0, -1.0] for _ in rows])}, batch_size=[len(rows)])
 
 
-class Reference(Watched):
+class CountedReference(WatchedFunction):
     @register(protocol=THREE_D, writes=("ref_logprobs",))
     def compute_ref_logprobs(self, batch: TensorDict, *, temperature: float) -> TensorDict:
         rows = self.note("ref_logprobs", batch)
@@ -62,7 +62,7 @@ class Reference(Watched):
         return TensorDict({"ref_logprobs": found}, batch_size=[len(rows)])
 
 
-class Reward(Watched):
+class Reward(WatchedFunction):
     @staticmethod
     def score(rows: list[int]) -> list[float]:
         return [float(row) ** 2 for row in rows]
@@ -84,7 +84,7 @@ class Reward(Watched):
         return [{"row": row} for row in self.note("samples", batch)]
 
 
-WORKERS = {"actor": Actor, "reference": Reference, "reward": Reward, "advantage": AdvantageWorker}
+WORKERS = {"actor": Actor, "reference": CountedReference, "reward": Reward, "advantage": AdvantageWorker}
 
 
 @pytest.fixture

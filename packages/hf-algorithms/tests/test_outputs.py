@@ -22,7 +22,7 @@ from hf_protocols import ConfigError, ModelShape, ParallelSpec, Topology
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class AskingLoss:
     """Of a user, with what it asks for."""
 
     outputs: Any
@@ -40,7 +40,7 @@ class OwnLoss:
         (SupervisedLoss(), "lm", ("logprobs",)),
         (ValueLoss(), "value", ("values",)),
         (lambda outputs, micro_batch: (outputs["logprobs"].sum(), {}), "lm", ("logprobs",)),
-        (OwnLoss(["entropy"]), "lm", ("entropy",)),
+        (AskingLoss(["entropy"]), "lm", ("entropy",)),
     ],
 )
 def test_a_loss_says_what_it_needs(loss: Any, head: str, wanted: tuple[str, ...]) -> None:
@@ -50,11 +50,11 @@ def test_a_loss_says_what_it_needs(loss: Any, head: str, wanted: tuple[str, ...]
 @pytest.mark.parametrize(
     ("loss", "head", "says"),
     [
-        (OwnLoss(("hidden_states",)), "lm", "has logprobs, entropy, candidate_logprobs, not 'hidden_states'"),
+        (AskingLoss(("hidden_states",)), "lm", "has logprobs, entropy, candidate_logprobs, not 'hidden_states'"),
         (PolicyLoss(), "value", "a model with the head 'value' has values, not 'logprobs'"),
-        (OwnLoss("entropy"), "lm", "OwnLoss.outputs='entropy': is not a tuple of names"),
-        (OwnLoss((1,)), "lm", "is not a tuple of names"),
-        (OwnLoss(("candidate_logprobs",)), "lm", "of the tokens in the column candidate_ids. Name it in `reads`"),
+        (AskingLoss("entropy"), "lm", "AskingLoss.outputs='entropy': is not a tuple of names"),
+        (AskingLoss((1,)), "lm", "is not a tuple of names"),
+        (AskingLoss(("candidate_logprobs",)), "lm", "of the tokens in the column candidate_ids. Name it in `reads`"),
     ],
 )
 def test_what_no_model_has_is_refused(loss: Any, head: str, says: str) -> None:
@@ -63,14 +63,14 @@ def test_what_no_model_has_is_refused(loss: Any, head: str, says: str) -> None:
     assert says in str(error.value)
 
 
-class OwnConfig(AlgorithmConfig):
+class AskingConfig(AlgorithmConfig):
     name: Literal["mine"] = "mine"
 
 
 @pytest.mark.parametrize(
     ("method", "loss", "says"),
     [
-        ("actor.update_actor", OwnLoss(("logits",)), "not 'logits'"),
+        ("actor.update_actor", AskingLoss(("logits",)), "not 'logits'"),
         ("critic.update_critic", PolicyLoss(old="current"), "a model with the head 'value' has values"),
     ],
 )
@@ -82,9 +82,9 @@ def test_a_traced_call_is_checked(method: str, loss: Any, says: str) -> None:
         batch = batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "advantages"}))
         return [getattr(getattr(roles, role), name)(batch, loss)]
 
-    recipe = Recipe(name="mine", config=OwnConfig, roles=(ACTOR, CRITIC, REWARD), step=step)
+    recipe = Recipe(name="mine", config=AskingConfig, roles=(ACTOR, CRITIC, REWARD), step=step)
     with pytest.raises(ConfigError) as error:
-        derive_dataflow(recipe, OwnConfig(), SamplingParams(max_new_tokens=4), num_prompts=4)
+        derive_dataflow(recipe, AskingConfig(), SamplingParams(max_new_tokens=4), num_prompts=4)
     assert str(error.value).startswith(f"{method}: ")
     assert says in str(error.value)
 
@@ -109,7 +109,7 @@ class RecordingBackend:
         (ActorWorker, SupervisedLoss(), {}),
         (ActorWorker, PolicyLoss(), {"entropy": True}),
         (ActorWorker, DistillationLoss(), {"entropy": True, "candidates": True}),
-        (ActorWorker, OwnLoss(("candidate_logprobs",), ("response_mask", "candidate_ids")), {"candidates": True}),
+        (ActorWorker, AskingLoss(("candidate_logprobs",), ("response_mask", "candidate_ids")), {"candidates": True}),
         (CriticWorker, ValueLoss(), {}),
     ],
 )

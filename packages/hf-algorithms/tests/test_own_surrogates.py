@@ -13,7 +13,7 @@ from hf_protocols import BatchError
 COLUMNS = {"response_mask": torch.ones(2, 3, dtype=torch.bool), "advantages": torch.ones(2, 3)}
 
 
-class Own:
+class Fixed:
     """Answers what it is made with, or what a function makes of the tokens."""
 
     reads = ()
@@ -41,13 +41,13 @@ class Own:
     ],
 )
 def test_a_surrogate_that_goes_wrong_is_named(answer: Any, message: str) -> None:
-    loss = PolicyLoss(surrogate=Own(answer), old="current")
-    with pytest.raises(BatchError, match=f"^surrogate Own:? .*{message}" if "(?s)" not in message else message):
+    loss = PolicyLoss(surrogate=Fixed(answer), old="current")
+    with pytest.raises(BatchError, match=f"^surrogate Fixed:? .*{message}" if "(?s)" not in message else message):
         loss({"logprobs": torch.zeros(2, 3)}, COLUMNS)
 
 
 def test_a_surrogate_without_clips_is_enough() -> None:
-    loss = PolicyLoss(surrogate=Own(lambda tokens: (-tokens.advantages * tokens.logprobs, {})), old="current")
+    loss = PolicyLoss(surrogate=Fixed(lambda tokens: (-tokens.advantages * tokens.logprobs, {})), old="current")
     total, metrics = loss({"logprobs": torch.full((2, 3), -0.5)}, COLUMNS)
     assert float(total) == pytest.approx(3.0)
     assert metrics["clip_low"] == (0.0, 6.0)

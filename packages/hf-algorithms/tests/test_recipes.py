@@ -23,28 +23,28 @@ from hf_engine import SamplingParams
 from hf_protocols import BatchError, ConfigError, Dataflow
 
 
-class Recorded:
+class CountedFuture:
     """Stands for a batch or a metrics future, and knows how many rows it has."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
 
-    def repeat(self, times: int) -> Recorded:
-        return Recorded(self.num_rows * times)
+    def repeat(self, times: int) -> CountedFuture:
+        return CountedFuture(self.num_rows * times)
 
-    def union(self, other: Recorded) -> Recorded:
+    def union(self, other: CountedFuture) -> CountedFuture:
         assert other.num_rows == self.num_rows
         return self
 
-    def select(self, columns: list[str]) -> Recorded:
+    def select(self, columns: list[str]) -> CountedFuture:
         return self
 
-    def rename(self, names: dict[str, str]) -> Recorded:
+    def rename(self, names: dict[str, str]) -> CountedFuture:
         assert names == {"rollout_logprobs": "old_logprobs"}
         return self
 
-    def rows(self, index: list[int]) -> Recorded:
-        return Recorded(len(index))
+    def rows(self, index: list[int]) -> CountedFuture:
+        return CountedFuture(len(index))
 
     def result(self) -> dict[str, float]:
         return {"supervised/loss": 0.5}
@@ -56,15 +56,15 @@ class RecordingGroup:
         self._calls = calls
 
     def __getattr__(self, method: str) -> Any:
-        def call(batch: Recorded, *args: Any, **kwargs: Any) -> Recorded:
+        def call(batch: CountedFuture, *args: Any, **kwargs: Any) -> CountedFuture:
             self._calls.append((self._role, method, batch.num_rows))
             times = args[0].n if method == "generate_sequences" else 1
-            return Recorded(batch.num_rows * times)
+            return CountedFuture(batch.num_rows * times)
 
         return call
 
 
-class Sampling:
+class RecipeSampling:
     n = 2
     temperature = 1.0
     step = 3
@@ -76,7 +76,7 @@ def build_context() -> StepContext:
     def refuse(num_rows: int) -> Any:
         raise AssertionError("the step draws no more rows")
 
-    sampling: Any = Sampling()
+    sampling: Any = RecipeSampling()
     return StepContext(
         sampling=sampling,
         iteration=3,
@@ -90,7 +90,7 @@ def build_context() -> StepContext:
 def record(config: PPOConfig, num_prompts: int) -> list[tuple[str, str, int]]:
     calls: list[tuple[str, str, int]] = []
     roles = Roles({role: RecordingGroup(role, calls) for role in Dataflow.preset("ppo").roles})
-    RECIPES["ppo"].step(roles, Recorded(num_prompts), config, build_context())
+    RECIPES["ppo"].step(roles, CountedFuture(num_prompts), config, build_context())
     return calls
 
 
@@ -212,7 +212,7 @@ def run_warm_start(scores: list[float], **config: Any) -> tuple[int, list[str]]:
     roles = Roles({"actor": group})
     answers = iter(scores)
     settings = WarmStartConfig(max_steps=10, eval_every=2, **config)
-    batches = iter([Recorded(4)] * 10)
+    batches = iter([CountedFuture(4)] * 10)
     steps = warm_start(roles, batches, lambda: next(answers), settings, metric="exact_match", note=notes.append)
     return steps, notes
 

@@ -30,7 +30,7 @@ VOCAB_SIZE = 64
 
 
 @dataclass(frozen=True)
-class OwnLoss:
+class RaisingLoss:
     """A loss of a user's own, which may raise."""
 
     raises: bool = False
@@ -69,7 +69,7 @@ def own_function(outputs: Any, micro_batch: Any) -> Any:
         {"rate": 0.5, "name": "a", "none": None, "parts": [1, (2.0, True)], "bound": inf},
         PolicyLoss(surrogate=Clip(low=0.1, high=0.3), aggregation=Aggregation(mode="constant", constant=7.0)),
         TrainConfig(learning_rate=1e-3, betas=(0.5, 0.9)),
-        OwnLoss(raises=True),
+        RaisingLoss(raises=True),
         own_function,
     ],
 )
@@ -166,8 +166,8 @@ def test_only_the_first_update_that_is_left_out_is_recorded(executor: InProcessE
         assert metrics == {"critic/skipped_nonfinite": 1.0}
     assert [path.name for path in (tmp_path / "run/replay").iterdir()] == ["1"]
     with executor.trace.label(iteration=5), pytest.raises(HybridFlowError, match="no such column"):
-        critic.update_critic(build_rows(), OwnLoss(raises=True)).result()
-    assert find_bundle(tmp_path / "run", 5, "critic", 0).read_arguments() == {"loss": OwnLoss(raises=True)}
+        critic.update_critic(build_rows(), RaisingLoss(raises=True)).result()
+    assert find_bundle(tmp_path / "run", 5, "critic", 0).read_arguments() == {"loss": RaisingLoss(raises=True)}
 
 
 def test_a_call_under_way_is_on_disk_after_a_failure(executor: InProcessExecutor, tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class Scorer:
     def with_two(self, responses: Any, answers: Any) -> Any: ...
 
 
-class Waiter:
+class WaitingReward:
     async def __call__(self, prompts: Any, responses: Any, answers: Any) -> Any: ...
 
 
@@ -114,7 +114,7 @@ def check(monkeypatch: pytest.MonkeyPatch, function: Any, key: str = "function")
         two,
         of_another_trainer,
         waits,
-        Waiter(),
+        WaitingReward(),
         functools.partial(plain, []),
         max,  # has no signature to read
     ],

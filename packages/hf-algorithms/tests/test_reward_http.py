@@ -15,7 +15,7 @@ from hf_algorithms.rewards import CallExpired, FunctionSpec, HTTPScorer, Samples
 from hf_protocols import ConfigError, RewardError
 
 
-class Handler(BaseHTTPRequestHandler):
+class ByPath(BaseHTTPRequestHandler):
     """Answers by the path; remembers requests."""
 
     seen: ClassVar[list[tuple[str, dict[str, Any], str | None]]] = []
@@ -23,11 +23,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        Handler.seen.append((self.path, body, self.headers["Authorization"]))
+        ByPath.seen.append((self.path, body, self.headers["Authorization"]))
         texts = next(body[name] for name in ("responses", "query", "completions") if name in body)
         status, text = 200, json.dumps({"rewards": [len(each) for each in texts]})
-        if self.path == "/busy" and Handler.busy:
-            Handler.busy -= 1
+        if self.path == "/busy" and ByPath.busy:
+            ByPath.busy -= 1
             status = 503
         if self.path.startswith("/wrong"):
             status = 400
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ByPath)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
@@ -61,7 +61,7 @@ def test_a_server_scores_groups_in_the_pool(url: str) -> None:
     (scored,) = scoring.score(batch)
     scoring.close()
     assert scored.scores == [1.0, 2.0, 3.0]
-    bodies = sorted((body for path, body, _ in Handler.seen if path == "/score"), key=lambda body: body["responses"])
+    bodies = sorted((body for path, body, _ in ByPath.seen if path == "/score"), key=lambda body: body["responses"])
     assert [body["responses"] for body in bodies] == [["a", "bb"], ["ccc"]]
     assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
 
@@ -71,15 +71,15 @@ def test_a_server_of_trls_convention_gets_what_json_holds(url: str) -> None:
     chat = [{"role": "user", "content": "p"}]
     scoring.score(Samples(prompts=["<p>"], responses=["a"], answers=["1"], messages=[chat]))
     scoring.close()
-    (body,) = [body for path, body, _ in Handler.seen if path == "/trl"]
+    (body,) = [body for path, body, _ in ByPath.seen if path == "/trl"]
     assert (body["prompts"], body["completions"]) == ([chat], [[{"role": "assistant", "content": "a"}]])
     assert not {"trainer_state", "log_extra", "log_metric"} & set(body)
 
 
 def test_trouble_of_the_server_is_tried_again(url: str) -> None:
-    Handler.busy = 2
+    ByPath.busy = 2
     assert HTTPScorer(f"{url}/busy")(responses=["aa"]) == {"rewards": [2]}
-    assert [path for path, _, _ in Handler.seen].count("/busy") == 3
+    assert [path for path, _, _ in ByPath.seen].count("/busy") == 3
     with pytest.raises(CallExpired):
         HTTPScorer(f"{url}/down", deadline_s=0.25)(responses=["a"])
     with pytest.raises(CallExpired):
@@ -106,7 +106,7 @@ def test_a_password_is_sent_and_not_shown(url: str) -> None:
     with pytest.raises(RewardError) as caught:
         scorer(queries=["a"], prompts=["p"], labels=["l"])
     assert "cret" not in str(caught.value) + repr(scorer)
-    _, body, authorization = Handler.seen[-1]
+    _, body, authorization = ByPath.seen[-1]
     assert set(body) == {"query", "prompts", "labels"}
     assert authorization == "Basic " + base64.b64encode(b"me:se@cret").decode()
 
@@ -119,7 +119,7 @@ def test_variables_are_read_when_the_server_is_asked(url: str, monkeypatch: pyte
     with pytest.raises(RewardError) as caught:
         scoring.score(Samples(prompts=["p"], responses=["a"], answers=["1"]))
     scoring.close()
-    path, _, authorization = Handler.seen[-1]
+    path, _, authorization = ByPath.seen[-1]
     assert path == "/wrong?key=se%2Fcr%20et%40"
     assert authorization == "Basic " + base64.b64encode(b"me:se/cr et@").decode()
     assert "${SCORER_PASSWORD}" in str(caught.value)

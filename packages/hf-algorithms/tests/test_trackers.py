@@ -30,16 +30,16 @@ def of_one(iteration):
 """
 
 
-class Recorder:
+class RecordingTracker:
     """A tracker that keeps its arguments, and fails in the iteration `fails_at`."""
 
-    made: ClassVar[list[Recorder]] = []
+    made: ClassVar[list[RecordingTracker]] = []
     fails_at: int | None = None
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, Mapping[str, float]]] = []
         self.ends: list[tuple[Status, Mapping[str, Any], int]] = []
-        Recorder.made.append(self)
+        RecordingTracker.made.append(self)
 
     def start(self, run: RunFacts) -> str | None:
         self.facts = run
@@ -54,7 +54,7 @@ class Recorder:
         self.ends.append((status, summary, iteration))
 
 
-class Stuck(Recorder):
+class Stuck(RecordingTracker):
     """A tracker whose server never answers."""
 
     never = threading.Event()
@@ -68,11 +68,11 @@ def build_config(**run: Any) -> Config:
 
 
 @pytest.fixture
-def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
-    monkeypatch.setattr(Recorder, "made", [])
-    monkeypatch.setattr(Recorder, "fails_at", None)
-    monkeypatch.setattr(_follow, "load_tracker", lambda name: Stuck() if name == "trackio" else Recorder())
-    return Recorder
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[RecordingTracker]:
+    monkeypatch.setattr(RecordingTracker, "made", [])
+    monkeypatch.setattr(RecordingTracker, "fails_at", None)
+    monkeypatch.setattr(_follow, "load_tracker", lambda name: Stuck() if name == "trackio" else RecordingTracker())
+    return RecordingTracker
 
 
 def follow(config: Config, path: Path, act: Callable[[RunDirectory], None]) -> list[str]:
@@ -117,7 +117,7 @@ def test_a_missing_library_names_its_extra() -> None:
             assert str(error.value) == expected
 
 
-def test_a_tracker_gets_all_that_is_written(recorder: type[Recorder], tmp_path: Path) -> None:
+def test_a_tracker_gets_all_that_is_written(recorder: type[RecordingTracker], tmp_path: Path) -> None:
     notes = follow(build_config(trackers=["mlflow"], seed=3), tmp_path / "my-run", write_three)
     (made,) = recorder.made
     assert (made.facts.name, made.facts.algorithm, made.facts.config["run"]["seed"]) == ("my-run", "ppo", 3)
@@ -132,7 +132,7 @@ def test_a_tracker_gets_all_that_is_written(recorder: type[Recorder], tmp_path: 
     [(KeyboardInterrupt, "interrupted"), (SystemExit, "interrupted"), (ConfigError, "failed")],
 )
 def test_trackers_end_with_every_run(
-    recorder: type[Recorder], tmp_path: Path, error: type[BaseException], status: Status
+    recorder: type[RecordingTracker], tmp_path: Path, error: type[BaseException], status: Status
 ) -> None:
     def stop(directory: RunDirectory) -> None:
         raise error
@@ -142,7 +142,7 @@ def test_trackers_end_with_every_run(
     assert recorder.made[0].ends == [(status, {}, 0)]
 
 
-def test_a_failing_tracker_is_said_once_and_counted(recorder: type[Recorder], tmp_path: Path) -> None:
+def test_a_failing_tracker_is_said_once_and_counted(recorder: type[RecordingTracker], tmp_path: Path) -> None:
     recorder.fails_at = 2
     notes = follow(build_config(trackers=["mlflow"]), tmp_path / "run", write_three)
     problem = "OSError: http://***@server/ does not answer"
@@ -157,7 +157,7 @@ def test_a_failing_tracker_is_said_once_and_counted(recorder: type[Recorder], tm
 
 
 def test_a_stuck_tracker_ends_with_the_deadline(
-    recorder: type[Recorder], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorder: type[RecordingTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_follow, "_CLOSE_S", 0.1)
     monkeypatch.setattr(Stuck, "never", threading.Event())

@@ -21,7 +21,7 @@ def spec(**columns: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class Claims:
     reads: Any = ("advantages", "values?")
     writes: Any = ("loss",)
 
@@ -55,15 +55,15 @@ class AnswersAnything(dict):
 
 
 def test_reads_of_arguments_come_after_those_of_the_method():
-    found = find_columns(spec(reads=("mask", "values"), writes=("x",)), (1, Loss(), "text", Derived(True)), "actor.m")
+    found = find_columns(spec(reads=("mask", "values"), writes=("x",)), (1, Claims(), "text", Derived(True)), "actor.m")
     assert found == CallColumns(
         reads=("mask", "values", "advantages", "values?", "scores"),
         writes=("x",),
-        readers=(("Loss", ("advantages", "values?")), ("Derived", ("scores", "values"))),
+        readers=(("Claims", ("advantages", "values?")), ("Derived", ("scores", "values"))),
     )
 
 
-OTHERS = [None, 1, "reads", ["reads"], {"reads": ("x",)}, [Loss()], AnswersAnything(), lambda columns: columns]
+OTHERS = [None, 1, "reads", ["reads"], {"reads": ("x",)}, [Claims()], AnswersAnything(), lambda columns: columns]
 
 
 @pytest.mark.parametrize("argument", OTHERS, ids=[type(each).__name__ for each in OTHERS])
@@ -81,24 +81,28 @@ def test_a_method_reading_all_columns_needs_the_declared_ones():
 
 
 def test_an_optional_column_may_be_missing():
-    found = find_columns(spec(reads=()), (Loss(),), "actor.m")
+    found = find_columns(spec(reads=()), (Claims(),), "actor.m")
     found.check(("advantages",), Leaf(Source(())))
 
 
-@pytest.mark.parametrize("argument", [Constant(), Constant, Loss(writes=["advantages"]), Pair((), ("advantages",))])
+@pytest.mark.parametrize("argument", [Constant(), Constant, Claims(writes=["advantages"]), Pair((), ("advantages",))])
 def test_one_argument_says_what_the_method_writes(argument):
     found = find_columns(spec(reads=("mask",), writes=FROM_ARGUMENT), (None, argument), "advantage.m")
     assert found.writes == ("advantages",)
-    assert found.writer in ("Constant", "Loss", "Pair")
+    assert found.writer in ("Constant", "Claims", "Pair")
 
 
 def test_an_arguments_writes_matter_only_if_the_method_asks():
-    assert find_columns(spec(writes=("x",)), (Loss(writes="no tuple"),), "actor.m").writes == ("x",)
+    assert find_columns(spec(writes=("x",)), (Claims(writes="no tuple"),), "actor.m").writes == ("x",)
 
 
 @pytest.mark.parametrize(
     ("arguments", "found"),
-    [((), "no argument"), ((Derived(True), {}), "no argument"), ((Loss(), Constant()), "Loss and Constant")],
+    [
+        ((), "no argument"),
+        ((Derived(True), {}), "no argument"),
+        ((Claims(), Constant()), "Claims and Constant"),
+    ],
 )
 def test_not_one_argument_that_writes_is_an_error(arguments, found):
     with pytest.raises(
@@ -124,14 +128,17 @@ class Method:
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (Loss(reads="scores"), r"Loss\.reads='scores' is one string. Use a list of column names, \['scores'\]"),
-        (Loss(reads=[1, 2]), r"Loss\.reads=\[1, 2\]. Use a list of column names"),
-        (Loss(reads={"scores": 1}), r"Loss\.reads=\{'scores': 1\}. Use a tuple of column names"),
-        (Loss(reads=iter(["scores"])), r"Loss\.reads=<list_iterator .*. Use a tuple of column names"),
-        (Loss(reads=None), r"Loss\.reads=None. Use a tuple"),
-        (Loss(writes=("a?",)), r"Loss\.writes=\('a\?',\): 'a\?' ends in \?"),
-        (Loss(writes=("a", 2)), r"Loss\.writes=\('a', 2\). Use a list of column names"),
-        (Loss(writes=()), r"Loss\.writes=\(\) names no column"),
+        (
+            Claims(reads="scores"),
+            r"Claims\.reads='scores' is one string. Use a list of column names, \['scores'\]",
+        ),
+        (Claims(reads=[1, 2]), r"Claims\.reads=\[1, 2\]. Use a list of column names"),
+        (Claims(reads={"scores": 1}), r"Claims\.reads=\{'scores': 1\}. Use a tuple of column names"),
+        (Claims(reads=iter(["scores"])), r"Claims\.reads=<list_iterator .*. Use a tuple of column names"),
+        (Claims(reads=None), r"Claims\.reads=None. Use a tuple"),
+        (Claims(writes=("a?",)), r"Claims\.writes=\('a\?',\): 'a\?' ends in \?"),
+        (Claims(writes=("a", 2)), r"Claims\.writes=\('a', 2\). Use a list of column names"),
+        (Claims(writes=()), r"Claims\.writes=\(\) names no column"),
         (Raises(AttributeError("no field")), r"Raises\.reads raised AttributeError: no field"),
         (Raises(KeyError("field")), r"Raises\.reads raised KeyError: 'field'"),
         (Derived, r"Derived\.reads=<property .*. Use a tuple"),

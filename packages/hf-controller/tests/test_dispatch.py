@@ -180,7 +180,7 @@ def annotated():
         yield executor.build_groups(ResourcePool([2], device="cpu"), {"model": spec})["model"]
 
 
-class Table:
+class TableArgument:
     columns = ("x",)
 
 
@@ -218,7 +218,7 @@ ROWS = TensorDict({"x": torch.zeros(2)}, batch_size=[2])
         (lambda group: group.free({"a": {"b": [1, 2]}}), "a dict as argument 1"),
         (lambda group: group.free({"a": {"b": np.zeros(2)}, "c": [1]}), "a dict as argument 1"),
         (lambda group: group.free({"x": (1, 2), "y": [3]}), "a dict as argument 1"),
-        (lambda group: group.free(Table()), "a Table as argument 1"),
+        (lambda group: group.free(TableArgument()), "a TableArgument as argument 1"),
     ],
 )
 def test_plain_rows_in_place_of_a_batch_are_refused(annotated, make, argument):

@@ -16,7 +16,7 @@ Eager = list[dict[str, tuple[int, str, int]]]
 """Rows as dicts; a value says which source, column and row it comes from."""
 
 
-class Case:
+class TreeCase:
     """A tree, what it means, and what is known of the sources below it."""
 
     def __init__(self, tree: Expression, rows: Eager, columns: list[str], extents: dict[Source, Extent]) -> None:
@@ -26,14 +26,14 @@ class Case:
         self.extents = extents
 
 
-def leaf(number: int, num_rows: int, columns: list[str]) -> Case:
+def leaf(number: int, num_rows: int, columns: list[str]) -> TreeCase:
     source = Source([number])
     rows = [{name: (number, name, row) for name in columns} for row in range(num_rows)]
-    return Case(Leaf(source), rows, columns, {source: Extent(num_rows, tuple(columns))})
+    return TreeCase(Leaf(source), rows, columns, {source: Extent(num_rows, tuple(columns))})
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn) -> TreeCase:
     counter = iter(range(1000))
     columns = ["a", "b", "c"]
     case = leaf(next(counter), draw(st.integers(1, 9)), columns)
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> Case:
 def _rows(draw, case, counter):
     chosen = draw(st.lists(st.integers(0, len(case.rows) - 1), min_size=1, max_size=12))
     tree = Rows(case.tree, RowSelection.from_rows(chosen))
-    return Case(tree, [case.rows[row] for row in chosen], case.columns, case.extents)
+    return TreeCase(tree, [case.rows[row] for row in chosen], case.columns, case.extents)
 
 
 def _chunk(draw, case, counter):
@@ -53,26 +53,26 @@ def _chunk(draw, case, counter):
     index = draw(st.integers(0, count - 1))
     sizes = [len(case.rows) // count + (number < len(case.rows) % count) for number in range(count)]
     start = sum(sizes[:index])
-    return Case(Chunk(case.tree, index, count), case.rows[start : start + sizes[index]], case.columns, case.extents)
+    return TreeCase(Chunk(case.tree, index, count), case.rows[start : start + sizes[index]], case.columns, case.extents)
 
 
 def _repeat(draw, case, counter):
     times = draw(st.integers(1, 3))
     rows = [row for row in case.rows for _ in range(times)]
-    return Case(Repeat(case.tree, times), rows, case.columns, case.extents)
+    return TreeCase(Repeat(case.tree, times), rows, case.columns, case.extents)
 
 
 def _concat(draw, case, counter):
     other = leaf(next(counter), draw(st.integers(1, 5)), case.columns)
     first, second = (case, other) if draw(st.booleans()) else (other, case)
     tree = Concat((first.tree, second.tree))
-    return Case(tree, first.rows + second.rows, first.columns, case.extents | other.extents)
+    return TreeCase(tree, first.rows + second.rows, first.columns, case.extents | other.extents)
 
 
 def _select(draw, case, counter):
     chosen = draw(st.lists(st.sampled_from(case.columns), min_size=1, unique=True))
     rows = [{name: row[name] for name in chosen} for row in case.rows]
-    return Case(Select(case.tree, (*chosen, "absent?")), rows, chosen, case.extents)
+    return TreeCase(Select(case.tree, (*chosen, "absent?")), rows, chosen, case.extents)
 
 
 def _rename(draw, case, counter):
@@ -80,19 +80,19 @@ def _rename(draw, case, counter):
     new = f"{old}{next(counter)}"
     rows = [{(new if name == old else name): value for name, value in row.items()} for row in case.rows]
     columns = [new if name == old else name for name in case.columns]
-    return Case(Rename(case.tree, ((old, new),)), rows, columns, case.extents)
+    return TreeCase(Rename(case.tree, ((old, new),)), rows, columns, case.extents)
 
 
 def _union(draw, case, counter):
     number = next(counter)
     other = leaf(number, len(case.rows), [case.columns[0], f"new{number}"])
     rows = [left | right for left, right in zip(case.rows, other.rows, strict=True)]
-    return Case(Union(case.tree, other.tree), rows, list(rows[0]), case.extents | other.extents)
+    return TreeCase(Union(case.tree, other.tree), rows, list(rows[0]), case.extents | other.extents)
 
 
 @given(cases(), st.data())
 @settings(max_examples=200)
-def test_a_tree_locates_the_rows_that_the_eager_operations_give(case: Case, data: st.DataObject) -> None:
+def test_a_tree_locates_the_rows_that_the_eager_operations_give(case: TreeCase, data: st.DataObject) -> None:
     wanted = data.draw(st.lists(st.integers(0, len(case.rows) - 1), max_size=12))
     assert case.tree.num_rows(case.extents) == len(case.rows)
     assert list(case.tree.columns(case.extents)) == case.columns

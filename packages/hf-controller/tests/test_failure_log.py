@@ -8,7 +8,7 @@ from hf_controller.trace import CallReport
 POOL, OTHER_POOL = (ResourcePool([1], device="cpu", name="gpus") for _ in range(2))
 
 
-class Call:
+class LoggedCall:
     """Call as the log keeps it while it runs elsewhere."""
 
     def __init__(self, call_id: int = 1, pool: ResourcePool = POOL, failure: Failure | None = None) -> None:
@@ -31,7 +31,7 @@ def test_a_span_is_taken_once_when_its_report_is_there():
     reports = {f"handle {number}": CallReport(span=span(call_id=number)) for number in range(3)}
     ready = []
     log = FailureLog(lambda handles: {handle: reports[handle] for handle in handles if handle in ready})
-    log.watch(reports, Call())
+    log.watch(reports, LoggedCall())
     assert log.take_spans() == []
     ready += ["handle 0", "handle 1"]
     assert [each.call_id for each in log.take_spans()] == [0, 1]
@@ -44,7 +44,7 @@ def test_a_report_that_somebody_read_is_not_asked_for_again():
     asked = []
     log = FailureLog(lambda handles: asked.extend(handles) or {})
     report = CallReport(span=span())
-    log.watch(["handle"], Call())
+    log.watch(["handle"], LoggedCall())
     log.note_watched("handle", report)
     log.note_watched("handle", report)
     assert log.take_spans() == [report.span]
@@ -67,7 +67,7 @@ def test_a_failure_is_untold_until_a_call_with_it_is_asked_for():
     log.note([first], POOL)  # of another rank, later
     assert log.find_untold() == third.failure
     death = Failure.of(KeyError(), role="actor", method="generate", rank=1, origin="process 7")
-    log.explain(Call(3), death)
+    log.explain(LoggedCall(3), death)
     assert log.find_untold() == death
     log.tell(4, death)
     assert log.find_untold() is None
@@ -78,8 +78,8 @@ def test_a_passed_on_failure_is_reported_as_by_its_own_call():
     found = {}
     log = FailureLog(lambda handles: {handle: found[handle] for handle in handles if handle in found})
     death = Failure.of(KeyError("death"), role="actor", method="generate", rank=1, origin="process 7")
-    log.watch(["1/0", "1/1"], Call(1, failure=death))
-    log.watch(["2/0"], Call(2))
+    log.watch(["1/0", "1/1"], LoggedCall(1, failure=death))
+    log.watch(["2/0"], LoggedCall(2))
     seen = failed(1).failure
     assert log.find_cause(seen) is death  # although a rank has not answered
     found |= {"1/0": failed(1), "1/1": None}
@@ -101,7 +101,7 @@ def test_what_was_told_keeps_no_exception():
 def test_a_call_is_settled_by_success_or_a_reported_failure():
     found = {}
     log = FailureLog(lambda handles: {handle: found[handle] for handle in handles if handle in found})
-    calls = {number: Call(number) for number in range(1, 6)}
+    calls = {number: LoggedCall(number) for number in range(1, 6)}
     for number, call in calls.items():
         log.watch([f"{number}/0", f"{number}/1"], call)
     found |= {f"1/{rank}": CallReport(span=span(call_id=1, rank=rank)) for rank in range(2)}

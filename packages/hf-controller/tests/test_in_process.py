@@ -32,7 +32,7 @@ from hf_protocols import (
 ONE = Topology(ParallelSpec())
 
 
-class Model(Worker):
+class AddingModel(Worker):
     def __init__(self, context):
         super().__init__(context)
         from torch.distributed.fsdp import fully_shard
@@ -56,7 +56,7 @@ class Model(Worker):
         raise KeyError("lost")
 
 
-def build(executor, worker=Model, ranks=1):
+def build(executor, worker=AddingModel, ranks=1):
     topology = Topology(ParallelSpec(dp_size=ranks))
     spec = WorkerSpec(worker=worker, topology=topology)
     return executor.build_groups(ResourcePool([ranks], device="cpu"), {"model": spec})["model"]
@@ -160,13 +160,13 @@ with InProcessExecutor() as executor:
 def test_what_is_no_pool_or_spec_is_refused_by_name():
     pool = ResourcePool([1], device="cpu", name="small")
     with InProcessExecutor() as executor:
-        for specs in ({}, [1], None, {"a": Model}, {1: WorkerSpec(worker=Model, topology=ONE)}):
+        for specs in ({}, [1], None, {"a": AddingModel}, {1: WorkerSpec(worker=AddingModel, topology=ONE)}):
             with pytest.raises(
                 ProtocolError, match=r"small.*(specs=|got no role)|the spec of a=.*a WorkerSpec|role=1. Use its name"
             ):
                 executor.build_groups(pool, specs)
         with pytest.raises(ProtocolError, match=r"^pool=2. Use a ResourcePool"):
-            executor.build_groups(2, {"a": WorkerSpec(worker=Model, topology=ONE)})
+            executor.build_groups(2, {"a": WorkerSpec(worker=AddingModel, topology=ONE)})
         with pytest.raises(PoolError, match=r"^pools=ResourcePool\(.*. Use a list of ResourcePools"):
             rebuild(executor, pool)
 
@@ -222,7 +222,7 @@ def test_a_cuda_pool_without_cuda_is_refused_with_what_to_do():
     with InProcessExecutor() as executor:
         pool = ResourcePool([1], device="cuda", name="gpus")
         with pytest.raises(PoolError, match=r"'gpus' wants cuda:0 and torch finds no CUDA device.*device=\"cpu\""):
-            executor.build_groups(pool, {"model": WorkerSpec(worker=Model, topology=ONE)})
+            executor.build_groups(pool, {"model": WorkerSpec(worker=AddingModel, topology=ONE)})
 
 
 @pytest.mark.parametrize("device", [5, "", "gpu", "meta", "cuda:x"])

@@ -54,7 +54,7 @@ def test_a_constructor_that_raises_is_typed_as_on_ray():
 
 def test_what_was_built_before_a_constructor_raised_is_closed():
     CLOSED.clear()
-    specs = {"good": WorkerSpec(worker=Stubborn, topology=ONE), "broken": WorkerSpec(worker=Broken, topology=ONE)}
+    specs = {"good": WorkerSpec(worker=StubbornBuild, topology=ONE), "broken": WorkerSpec(worker=Broken, topology=ONE)}
     with InProcessExecutor() as executor:
         pool = ResourcePool([1], device="cpu")
         with pytest.raises(RemoteCallError, match=r"broken.__init__ on rank 0"):
@@ -84,7 +84,7 @@ def test_what_is_no_batch_and_no_whole_number_is_refused_by_name():
 
 def test_rows_and_deadlines_are_numbers():
     with InProcessExecutor() as executor:
-        group = build(executor, Stubborn)
+        group = build(executor, StubbornBuild)
         future, answer = group.echo(batch()), group.answer(1)
         for rows in (3, None, torch.tensor(3)):
             with pytest.raises(BatchError, match=r"Use row numbers as a list, .*; of one row, rows\(\[(3|None)\]\)$"):
@@ -103,7 +103,7 @@ def test_rows_and_deadlines_are_numbers():
 def test_a_column_whose_name_marks_it_as_optional_is_refused():
     """`reads=["x?"]` reads x if it is there: a column x? could not be asked for."""
     with InProcessExecutor() as executor:
-        group = build(executor, Stubborn)
+        group = build(executor, StubbornBuild)
         with pytest.raises(BatchError, match=r"^a batch's columns=\['x', 'x\?'\]: 'x\?' ends in \?, which marks"):
             executor.put(TensorDict({"x": torch.zeros(2), "x?": torch.zeros(2)}, batch_size=[2]))
         future = group.echo(batch())
@@ -113,7 +113,7 @@ def test_a_column_whose_name_marks_it_as_optional_is_refused():
         assert future.select(name for name in ("x?", "y?")).result().keys() == {"x"}
 
 
-class Stubborn(Worker):
+class StubbornBuild(Worker):
     needs_process_group = False
 
     @register(protocol=DP)
@@ -131,7 +131,7 @@ class Stubborn(Worker):
 
 def test_a_failing_close_is_logged_and_other_workers_are_closed(caplog):
     CLOSED.clear()
-    spec = WorkerSpec(worker=Stubborn, topology=ONE)
+    spec = WorkerSpec(worker=StubbornBuild, topology=ONE)
     with InProcessExecutor() as executor:
         executor.build_groups(ResourcePool([1], device="cpu"), {"first": spec, "second": spec})
     assert CLOSED == ["first", "second"]
@@ -142,7 +142,7 @@ def test_a_failing_close_is_logged_and_other_workers_are_closed(caplog):
 
 def test_a_future_of_another_executor_is_refused():
     with InProcessExecutor() as first, InProcessExecutor() as second:
-        here, there = build(first, Stubborn), build(second, Stubborn)
+        here, there = build(first, StubbornBuild), build(second, StubbornBuild)
         own, foreign = first.put(batch()), there.echo(batch())
         for value in (foreign, second.put(batch()), there.answer(1)):
             made_by = r"\(of (model\.echo|model\.answer|executor\.put), in a LocalStore\)"
@@ -220,7 +220,7 @@ def test_building_groups_keeps_the_programs_random_state():
     torch.manual_seed(5)
     state = torch.get_rng_state()
     with InProcessExecutor() as executor:
-        build(executor, Stubborn)
+        build(executor, StubbornBuild)
         assert torch.equal(torch.get_rng_state(), state)
         with pytest.raises(PoolError, match=r"pool='x'. Use the ResourcePool"):
             executor.release("x")
@@ -283,7 +283,7 @@ def test_a_block_says_how_many_other_calls_failed():
     assert raised.value.__notes__[1].endswith("nothing asked for its result. 2 other calls failed, too")
 
 
-class Terminated(Worker):
+class TerminatedInside(Worker):
     needs_process_group = False
 
     @register(protocol=ONE_TO_ALL, returns="object")
@@ -303,7 +303,7 @@ def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
     """Holds even if the method, or a library that it calls, handles the signal; as on Ray."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, InProcessExecutor() as executor:
-        build(executor, Terminated).terminate(how)
+        build(executor, TerminatedInside).terminate(how)
     assert ended.value.code == 143
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -12,13 +12,13 @@ from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Work
 from hf_protocols import DP, THREE_D, ParallelSpec, PoolError, ProtocolError, Topology, register
 
 
-class Joining(Worker):
+class JoiningWorker(Worker):
     @register(protocol=DP)
     def echo(self, batch):
         return batch
 
 
-class Alone(Joining):
+class Alone(JoiningWorker):
     needs_process_group = False
 
 
@@ -32,32 +32,32 @@ def pool(ranks):
 
 def test_a_larger_group_allows_one_rank_without_a_default_group():
     with InProcessExecutor() as executor:
-        larger = executor.build_groups(pool(2), {"larger": spec(Joining, 2)})["larger"]
+        larger = executor.build_groups(pool(2), {"larger": spec(JoiningWorker, 2)})["larger"]
         one = pool(1)
         with pytest.raises(ProtocolError, match=r"^trained on one rank cannot .* larger on several ranks\. Set needs_"):
-            executor.build_groups(one, {"trained": spec(Joining, 1), "still": spec(Alone, 1)})
+            executor.build_groups(one, {"trained": spec(JoiningWorker, 1), "still": spec(Alone, 1)})
         still = executor.build_groups(one, {"still": spec(Alone, 1)})["still"]
         assert still.echo(larger.echo(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))).num_rows == 2
         with pytest.raises(PoolError, match=r"^wide has 2 rank\(s\) .*, pool 'pool' has 1 slot\(s\). Make them equal"):
-            executor.build_groups(one, {"wide": spec(Joining, 2)})
+            executor.build_groups(one, {"wide": spec(JoiningWorker, 2)})
 
 
 def test_calls_leave_the_programs_tracebacks_as_they_are():
     before = sys.excepthook
     with InProcessExecutor() as executor:
-        larger = executor.build_groups(pool(2), {"larger": spec(Joining, 2)})["larger"]
+        larger = executor.build_groups(pool(2), {"larger": spec(JoiningWorker, 2)})["larger"]
         larger.echo(TensorDict({"x": torch.zeros(2)}, batch_size=[2])).result()
     with InProcessExecutor() as executor:
-        executor.build_groups(pool(1), {"trained": spec(Joining, 1)})
+        executor.build_groups(pool(1), {"trained": spec(JoiningWorker, 1)})
     assert sys.excepthook is before
 
 
 def test_refusing_a_larger_group_names_needs_process_group():
     with InProcessExecutor() as executor:
-        executor.build_groups(pool(1), {"trained": spec(Joining, 1)})
+        executor.build_groups(pool(1), {"trained": spec(JoiningWorker, 1)})
         knob = r"groups of one rank make\. Set needs_process_group = False in their worker classes"
         with pytest.raises(ProtocolError, match=f"rank 0 of 2 cannot run in .* has a default process group.* {knob}"):
-            executor.build_groups(pool(2), {"larger": spec(Joining, 2)})
+            executor.build_groups(pool(2), {"larger": spec(JoiningWorker, 2)})
 
 
 BATCH = TensorDict({"x": torch.ones(2)}, batch_size=[2])

@@ -200,13 +200,13 @@ def test_a_topology_of_another_size_than_the_pool_is_refused(ray_executor):
 
 
 def test_roles_fused_with_a_one_layout_role_need_the_same_layout(ray_executor):
-    class Rigid(Fragile):
+    class RigidBuild(Fragile):
         @classmethod
         def one_layout_per_process(cls, kwargs):
             return True
 
     specs = {
-        "rigid": WorkerSpec(worker=Rigid, topology=TWO),
+        "rigid": WorkerSpec(worker=RigidBuild, topology=TWO),
         "other": WorkerSpec(worker=Fragile, topology=Topology(ParallelSpec(tp_size=2))),
     }
     with pytest.raises(ProtocolError, match=r"rigid cannot share .*rigid is 1-1-2; other is 1-2-1\).*fused=True"):

@@ -74,7 +74,7 @@ def test_ranks_find_what_torchrun_would_set(ray_stage):
     assert found == [{"RANK": str(rank), "LOCAL_RANK": str(rank), **expected} for rank in range(2)]
 
 
-class Side(Worker):
+class LinkedSide(Worker):
     """A group of one rank that says what it has."""
 
     needs_process_group = False
@@ -99,7 +99,7 @@ class Side(Worker):
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_dead_partner_stays_the_cause_after_it_is_rebuilt(ray_executor: RayExecutor) -> None:
-    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=LinkedSide, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
     try:
@@ -124,7 +124,7 @@ def test_a_dead_partner_stays_the_cause_after_it_is_rebuilt(ray_executor: RayExe
 def test_a_rank_too_late_for_a_connection_does_not_wait(
     ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=LinkedSide, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     left, right = (ray_executor.build_groups(pool, {pool.name: spec})[pool.name] for pool in pools)
     try:
@@ -142,7 +142,7 @@ def test_a_rank_too_late_for_a_connection_does_not_wait(
             ray_executor.release(pool)
 
 
-class Unbuildable(Side):
+class UnbuildableSide(LinkedSide):
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
         time.sleep(3.0)
@@ -155,10 +155,12 @@ def test_a_group_survives_a_partner_that_is_unbuilt_or_frozen(
     ray_executor: RayExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("sound", "frozen", "unbuilt")]
-    classes = (Side, Side, Unbuildable)
+    classes = (LinkedSide, LinkedSide, UnbuildableSide)
     sound, frozen, unbuilt = (
         ray_executor.build_groups(
-            pool, {pool.name: WorkerSpec(worker=worker, topology=Topology(ParallelSpec()))}, wait=worker is Side
+            pool,
+            {pool.name: WorkerSpec(worker=worker, topology=Topology(ParallelSpec()))},
+            wait=worker is LinkedSide,
         )[pool.name]
         for pool, worker in zip(pools, classes, strict=True)
     )
@@ -182,7 +184,7 @@ def test_a_group_survives_a_partner_that_is_unbuilt_or_frozen(
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_released_partner_is_not_blamed_for_earlier_failures(ray_executor: RayExecutor) -> None:
-    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=LinkedSide, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     left, right = (ray_executor.build_groups(pool, {pool.name: spec}, wait=False)[pool.name] for pool in pools)
     try:
@@ -198,7 +200,7 @@ def test_a_released_partner_is_not_blamed_for_earlier_failures(ray_executor: Ray
 
 
 def test_two_groups_of_one_role_are_refused_before_a_rank_waits(ray_executor: RayExecutor) -> None:
-    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=LinkedSide, topology=Topology(ParallelSpec()))
     pools = [ResourcePool([1], device="cpu", name=name) for name in ("left", "right")]
     try:
         first, second = (ray_executor.build_groups(pool, {"side": spec}, wait=False)["side"] for pool in pools)
@@ -210,7 +212,7 @@ def test_two_groups_of_one_role_are_refused_before_a_rank_waits(ray_executor: Ra
 
 
 def test_connect_refuses_groups_that_take_turns_on_one_pool(ray_executor: RayExecutor) -> None:
-    spec = WorkerSpec(worker=Side, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=LinkedSide, topology=Topology(ParallelSpec()))
     pool = ResourcePool([1], device="cpu", name="shared")
     try:
         groups = ray_executor.build_groups(pool, {"left": spec, "right": spec}, wait=False)

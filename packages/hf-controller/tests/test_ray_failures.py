@@ -189,7 +189,7 @@ def test_arguments_may_be_anything_that_cloudpickle_takes(ray_stage):
         ray_stage.solo.answer(threading.Lock())
 
 
-class Stubborn(Worker):
+class StubbornRank(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     def answer(self):
         return self.context.role
@@ -199,7 +199,7 @@ class Stubborn(Worker):
 
 
 def test_a_worker_that_cannot_close_is_logged_with_role_and_rank(ray_executor, pool):
-    specs = {role: WorkerSpec(worker=Stubborn, topology=TWO) for role in ("first", "second")}
+    specs = {role: WorkerSpec(worker=StubbornRank, topology=TWO) for role in ("first", "second")}
     group = ray_executor.build_groups(pool, specs, fused=True)["first"]
     assert group.answer().result() == ["first"] * 2
     logs = [re.search(r", log (\S+)", text)[1] for text in ray_executor.describe(group).values()]

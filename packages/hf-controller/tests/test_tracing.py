@@ -27,7 +27,7 @@ from hf_protocols import (
 )
 
 
-class Model(Worker):
+class Unbuilt(Worker):
     """Must not be built, nor called."""
 
     needs_process_group = False
@@ -58,7 +58,7 @@ class Model(Worker):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class TracedSampling:
     n: int = 2
 
 
@@ -82,9 +82,9 @@ def sources_of(call: TracedCall) -> dict[str, list[tuple[TracedCall | None, str,
 
 
 def test_calls_are_recorded_with_the_sources_of_their_columns(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     prompts = executor.put_columns(["prompt", "answer"], 3)
-    batch = prompts.repeat(2).union(model.generate(prompts, Sampling()))
+    batch = prompts.repeat(2).union(model.generate(prompts, TracedSampling()))
     model.score(batch.rows([5, 0]).rename({"answer": "label"}))
     generate, score = executor.calls
     assert (generate.role, generate.method, generate.num_rows, generate.writes) == (
@@ -99,9 +99,9 @@ def test_calls_are_recorded_with_the_sources_of_their_columns(executor):
 
 
 def test_results_are_recorded_in_order_with_their_rows(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     prompts = executor.put_columns(["prompt"], 3)
-    batch = model.generate(prompts, Sampling())
+    batch = model.generate(prompts, TracedSampling())
     model.score(batch)
     generate, score = executor.calls
     found = [(result.call, result.num_rows, result.columns) for result in executor.results]
@@ -109,7 +109,7 @@ def test_results_are_recorded_in_order_with_their_rows(executor):
 
 
 def test_columns_that_arguments_declare_are_traced(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     batch = executor.put_columns(["response", "costs"], 4)
     batch = batch.union(model.estimate(batch, Function(reads=("costs", "values?"))))
     model.update(batch, Function(reads=("advantages",)))
@@ -122,7 +122,7 @@ def test_columns_that_arguments_declare_are_traced(executor):
 
 
 def test_mistakes_are_the_same_errors_as_elsewhere(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     batch = executor.put_columns(["response"], 4)
     with pytest.raises(BatchError, match=r"^model\.score asks for response; the batch has prompt"):
         model.score(executor.put_columns(["prompt"], 4))
@@ -138,7 +138,7 @@ def test_mistakes_are_the_same_errors_as_elsewhere(executor):
 
 
 def test_metrics_are_zero_under_any_name(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     metrics = model.update(executor.put_columns(["response"], 4)).result()
     assert (metrics["actor/loss"], metrics.get("kl", 1.0), "reward" in metrics) == (0.0, 0.0, True)
     assert metrics
@@ -147,7 +147,7 @@ def test_metrics_are_zero_under_any_name(executor):
 
 
 def test_results_of_batches_and_objects_are_refused(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     batch = executor.put_columns(["response"], 4)
     for result, what in (
         (model.score(batch), r"a batch of model\.score"),
@@ -164,7 +164,7 @@ def test_results_of_batches_and_objects_are_refused(executor):
 
 def test_objects_are_followed_to_the_calls_that_take_them(executor):
     topology = Topology(ParallelSpec(dp_size=2))
-    spec = WorkerSpec(worker=Model, topology=topology)
+    spec = WorkerSpec(worker=Unbuilt, topology=topology)
     model = executor.build_groups(ResourcePool([2], device="cpu"), {"model": spec})["model"]
     listed = model.describe()
     assert len(listed) == 2
@@ -174,14 +174,14 @@ def test_objects_are_followed_to_the_calls_that_take_them(executor):
 
 def test_a_batch_has_columns_and_rows_only(executor):
     batch = executor.put(TensorDict({"response": torch.zeros(4), "x": torch.zeros(4)}, batch_size=[4]))
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     assert model.score(batch).num_rows == 4
     assert list(executor.calls[0].reads) == ["response"]
 
 
 def test_a_program_that_does_not_end_is_ended():
     executor = TracingExecutor(max_calls=5)
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     batch = executor.put_columns(["response"], 4)
 
     def train_until_it_learned() -> None:
@@ -197,7 +197,7 @@ def test_a_program_that_does_not_end_is_ended():
 
 def test_groups_are_held_and_released_as_elsewhere(executor):
     pool = ResourcePool([1], device="cpu", name="pool")
-    spec = WorkerSpec(worker=Model, topology=Topology(ParallelSpec()))
+    spec = WorkerSpec(worker=Unbuilt, topology=Topology(ParallelSpec()))
     model = executor.build_groups(pool, {"model": spec, "other": spec}, fused=True)["model"]
     assert executor.built_on(pool) == [{"model": spec, "other": spec}]
     with pytest.raises(ProtocolError, match="has a group model already"):
@@ -206,13 +206,17 @@ def test_groups_are_held_and_released_as_elsewhere(executor):
     with pytest.raises(PoolError, match="group 'model' is closed"):
         model.describe()
     executor.close()
-    for attempt in (model.describe, lambda: executor.build_group("a", Model), lambda: executor.put_columns(["x"], 1)):
+    for attempt in (
+        model.describe,
+        lambda: executor.build_group("a", Unbuilt),
+        lambda: executor.put_columns(["x"], 1),
+    ):
         with pytest.raises(PoolError, match="closed"):
             attempt()
 
 
 def test_futures_of_another_executor_are_refused(executor):
-    model = executor.build_group("model", Model)
+    model = executor.build_group("model", Unbuilt)
     with TracingExecutor() as other, pytest.raises(ProtocolError, match="belongs to one executor"):
         model.score(other.put_columns(["response"], 2))
     with InProcessExecutor() as real, pytest.raises(ProtocolError, match="belongs to one executor"):

@@ -73,11 +73,11 @@ def test_batches_of_this_machine_are_handed_over_as_they_are():
 
 
 def test_functions_and_classes_of_a_program_travel_by_value():
-    class Own:
+    class OwnArgument:
         factor = 3
 
     factor = 2
-    packed, found = travel(call_with(lambda value: factor * value, Own))
+    packed, found = travel(call_with(lambda value: factor * value, OwnArgument))
     assert (found.args[0](5), found.args[1].factor) == (10, 3)
     assert b"factor" in packed.packed
 

@@ -69,7 +69,7 @@ TRAINED_LAYOUTS = [
 ]
 
 
-class Trained:
+class NumberedWeights:
     """A training backend's weights without a model: numbers that name their place and version."""
 
     def __init__(self, layout, shapes):
@@ -123,7 +123,7 @@ class Buffers:
 
 def build(model_name, train, generation, **options):
     model, topology = MODELS[model_name], Topology(ParallelSpec.parse(train), GenerationSpec.parse(generation))
-    trained = Trained(megatron_layout(model, topology), model.parameters())
+    trained = NumberedWeights(megatron_layout(model, topology), model.parameters())
     rollout = Buffers(generation_layout(model, topology))
     return trained, rollout, HybridEngine(trained, rollout, topology, **options)
 

@@ -29,7 +29,7 @@ Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
 def listening(answer: Answer) -> Iterator[str]:
     """A web server that does this with every request."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
+    class EngineHandler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             answer(self)
 
@@ -38,7 +38,7 @@ def listening(answer: Answer) -> Iterator[str]:
         def log_message(self, *_):
             pass
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), EngineHandler) as server:
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -103,7 +103,7 @@ def call_what_is_not_known():
 def send_more(how):
     """A right executor, and one that also moves whole weights by another function."""
 
-    class Executor(ReshardExecutor):
+    class CountedExecutor(ReshardExecutor):
         def _exchange(self, held, wanted, *args):
             super()._exchange(held, wanted, *args)
             EXTRA[how](wanted["v"][0])
@@ -111,7 +111,7 @@ def send_more(how):
     plan = plan_reshard(fsdp_layout(SHAPES, range(3)), replicated_layout(SHAPES, range(3)))
     rank = dist.get_rank()
     verdicts = []
-    for executor in (ReshardExecutor(plan), Executor(plan)):
+    for executor in (ReshardExecutor(plan), CountedExecutor(plan)):
         source = {name: [torch.ones(box.shape) for box in boxes] for name, boxes in plan.source.boxes_of(rank).items()}
         target = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
         with count_traffic() as traffic:

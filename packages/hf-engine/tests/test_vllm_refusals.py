@@ -219,7 +219,7 @@ def refuse_on_rank_1(model):
     build(model, topology).close()
 
 
-class TestEngines:
+class TestRefusingEngines:
     pytestmark = with_vllm
 
     def test_what_one_rank_cannot_start_no_rank_starts(self, two, models):

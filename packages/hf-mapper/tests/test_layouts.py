@@ -45,18 +45,18 @@ ONE_MACHINE = ("1-1-8", "1-8-1", "2-2-2", "8-1-1", "1-2-4")
 MANY_MACHINES = ("1-1-128", "4-8-4", "8-2-8", "1-8-16", "16-1-8", "2-4-16", "1-2-64")
 
 
-class Problem(NamedTuple):
+class LayoutProblem(NamedTuple):
     model: ModelShape
     cluster: ClusterSpec
     workload: WorkloadSpec
     layouts: tuple[str, ...]
 
 
-def draw(preset: str, num_machines: int, layouts: tuple[str, ...] = MANY_MACHINES, **changes: object) -> Problem:
+def draw(preset: str, num_machines: int, layouts: tuple[str, ...] = MANY_MACHINES, **changes: object) -> LayoutProblem:
     kind = dataclasses.replace(gpu("a100-80"), efficiency=EfficiencySpec(half_size=100.0, sequence_latency_s=1e-5))
     machine = MachineSpec(gpu=kind, num_gpus=8, num_machines=num_machines)
     cluster = ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9)
-    return Problem(ModelShape.preset(preset), cluster, dataclasses.replace(WORKLOAD, **changes), layouts)
+    return LayoutProblem(ModelShape.preset(preset), cluster, dataclasses.replace(WORKLOAD, **changes), layouts)
 
 
 PROBLEMS = {
@@ -79,7 +79,7 @@ def replica(text: str) -> GenerationSpec:
     return GenerationSpec(gen_pp_size=max(1, spec.pp_size // 2), gen_tp_size=spec.tp_size)
 
 
-def ask(problem: Problem, layouts: list[str] | str, waves: int | list[int]) -> dict[str, Estimate]:
+def ask(problem: LayoutProblem, layouts: list[str] | str, waves: int | list[int]) -> dict[str, Estimate]:
     """Every simulator's answer, for one layout or for several."""
     spec, generation = (
         read(layouts) if isinstance(layouts, str) else list(map(read, layouts))
@@ -94,12 +94,12 @@ def ask(problem: Problem, layouts: list[str] | str, waves: int | list[int]) -> d
     }
 
 
-def waves_of(problem: Problem) -> list[int]:
+def waves_of(problem: LayoutProblem) -> list[int]:
     """Every second layout generates in four waves, where lengths do not vary."""
     return [1 if problem.workload.response_lengths else 1 + 3 * (index % 2) for index in range(len(problem.layouts))]
 
 
-def describe(problem: Problem) -> dict[str, list[list[float]]]:
+def describe(problem: LayoutProblem) -> dict[str, list[list[float]]]:
     """Seconds and bytes of each simulator in each layout."""
     answers = [ask(problem, *given) for given in zip(problem.layouts, waves_of(problem), strict=True)]
     return {

@@ -28,7 +28,7 @@ from hf_protocols import (
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
 
-class Reader(html.parser.HTMLParser):
+class PageReader(html.parser.HTMLParser):
     """Collects a page's links, tags and texts, and checks that every open tag is closed."""
 
     def __init__(self, page: str) -> None:
@@ -68,7 +68,7 @@ def plan(problem: MapperConfig) -> MappingPlan:
 
 def test_it_loads_nothing_and_runs_no_script(plan: MappingPlan) -> None:
     page = build_page(plan)
-    read = Reader(page)
+    read = PageReader(page)
     assert read.loaded == []
     assert "url(" not in page
     assert "@import" not in page
@@ -76,7 +76,7 @@ def test_it_loads_nothing_and_runs_no_script(plan: MappingPlan) -> None:
 
 
 def test_every_picture_has_a_text_alternative(plan: MappingPlan) -> None:
-    pictures = [attributes for tag, attributes in Reader(build_page(plan)).marks if tag == "svg"]
+    pictures = [attributes for tag, attributes in PageReader(build_page(plan)).marks if tag == "svg"]
     assert pictures
     for attributes in pictures:
         assert attributes.get("aria-hidden") == "true" or (attributes["role"] == "img" and attributes["aria-label"])
@@ -134,7 +134,7 @@ def test_a_plan_without_estimates_has_no_page() -> None:
 
 def test_the_reasons_are_on_the_page(problem: MapperConfig) -> None:
     found = explain_plan(problem, robustness=False)
-    text = Reader(build_page(found.plan, found)).text
+    text = PageReader(build_page(found.plan, found)).text
     for entry in found.alternatives:
         assert entry.reason in text
     assert found.bottleneck.resource in text

@@ -44,7 +44,7 @@ class Way(NamedTuple):
     host: float = 0.0
 
 
-class Problem(NamedTuple):
+class OracleCase(NamedTuple):
     dataflow: Dataflow
     models: Mapping[str, ModelShape]
     cluster: ClusterSpec
@@ -84,7 +84,7 @@ def draw_machine(chance: random.Random, kind: str, num_gpus: int, num_machines: 
     return MachineSpec(gpu=spec, num_gpus=num_gpus, num_machines=num_machines)
 
 
-def draw_problem(seed: int) -> Problem:
+def draw_problem(seed: int) -> OracleCase:
     chance = random.Random(seed)
     dataflow = Dataflow.preset(chance.choice(["ppo", "ppo", "remax", "grpo"]))
     roles = [role for role in dataflow.roles if role != "advantage"]
@@ -123,7 +123,7 @@ def draw_problem(seed: int) -> Problem:
         )
         for machine in machines
     ]
-    return Problem(dataflow, models, dataclasses.replace(cluster, machines=tuple(machines)), workload, backends)
+    return OracleCase(dataflow, models, dataclasses.replace(cluster, machines=tuple(machines)), workload, backends)
 
 
 # ---------------------------------------------------------------------------------------------------------- brute force
@@ -140,7 +140,9 @@ def every_partition(roles: list[str]) -> list[list[list[str]]]:
     return list(found.values())
 
 
-def every_layout(problem: Problem, model: ModelShape, machine: MachineSpec, n: int, trained: bool) -> Iterator[tuple]:
+def every_layout(
+    problem: OracleCase, model: ModelShape, machine: MachineSpec, n: int, trained: bool
+) -> Iterator[tuple]:
     sequences = problem.workload.num_sequences
     rows = sequences // problem.workload.mini_batches if trained else sequences
     for pp, tp, dp in itertools.product(range(1, n + 1), repeat=3):
@@ -161,7 +163,7 @@ def stays_inside(machine: MachineSpec, n: int, tp: int) -> bool:
     return n % tp == 0 and all(len(set(host[start : start + tp])) == 1 for start in range(0, n, tp))
 
 
-def every_generation(problem: Problem, model: ModelShape, machine: MachineSpec, spec: ParallelSpec, backend: str):
+def every_generation(problem: OracleCase, model: ModelShape, machine: MachineSpec, spec: ParallelSpec, backend: str):
     n = spec.world_size
     most_stages = n if problem.workload.largest_generation is None else 1
     for gen_pp, gen_tp in itertools.product(range(1, most_stages + 1), range(1, n + 1)):
@@ -187,7 +189,7 @@ def seconds_of(kind: str, *given: Any, backend: str) -> float:
     return float(simulate(*given, backend=backend).latency_s)
 
 
-def every_way(problem: Problem, role: str, kind: int, n: int) -> list[Way]:
+def every_way(problem: OracleCase, role: str, kind: int, n: int) -> list[Way]:
     model, part = problem.models[role], problem.cluster.only(kind)
     stages = [[call.kind for call in stage if call.role == role] for stage in problem.dataflow.stages()]
     calls = {call for stage in stages for call in stage}
@@ -235,7 +237,7 @@ COLUMNS = {
 
 
 def fetch_stages_s(
-    problem: Problem, role: str, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
+    problem: OracleCase, role: str, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
 ) -> list[float]:
     """Seconds per stage in which the rows of the role's calls come and go."""
     return [
@@ -245,7 +247,7 @@ def fetch_stages_s(
 
 
 def fetch_s(
-    problem: Problem, call: ModelCall, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
+    problem: OracleCase, call: ModelCall, part: ClusterSpec, spec: ParallelSpec, generation: GenerationSpec | None
 ) -> float:
     """Rank by rank: each reads the rows of its share, the first rank of a share sends what was written."""
     if call.kind == "function":
@@ -272,7 +274,7 @@ def fetch_s(
     return seconds + sent / part.inter_bandwidth_bytes_per_s / part.link_efficiency + part.inter_latency_s * hops
 
 
-def count_swaps(problem: Problem, kind: str) -> int:
+def count_swaps(problem: OracleCase, kind: str) -> int:
     """Between updates another model of the pool may have its turn, so each is a way to the device and back."""
     return {"function": 0, "training": problem.workload.epochs * problem.workload.mini_batches}.get(kind, 1)
 
@@ -281,7 +283,7 @@ def swap_s(part: ClusterSpec, state: float) -> float:
     return 2 * state / part.machine.gpu.host_bandwidth_bytes_per_s / part.link_efficiency
 
 
-def every_pool(problem: Problem, roles: list[str], kind: int, n: int) -> np.ndarray:
+def every_pool(problem: OracleCase, roles: list[str], kind: int, n: int) -> np.ndarray:
     """Seconds per stage `[combinations, stages]` of the roles side by side, where memory allows."""
     gpu = problem.cluster.machines[kind].gpu
     usable = gpu.memory_bytes * (1 - gpu.efficiency.fragmentation)
@@ -299,7 +301,7 @@ def every_pool(problem: Problem, roles: list[str], kind: int, n: int) -> np.ndar
     return np.unique(rows[fits, :count], axis=0)
 
 
-def brute_force(problem: Problem) -> tuple[float, int, int] | None:
+def brute_force(problem: OracleCase) -> tuple[float, int, int] | None:
     """(seconds, pools, devices) of the best placement, None where nothing fits."""
     requests = [
         PoolRequest(machine=kind, num_gpus=n)
@@ -332,14 +334,14 @@ def brute_force(problem: Problem) -> tuple[float, int, int] | None:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
-def solve(problem: Problem) -> MappingPlan | None:
+def solve(problem: OracleCase) -> MappingPlan | None:
     try:
         return map_dataflow(*problem[:4], backends=problem.backends)
     except PlanError:
         return None
 
 
-def describe(plan: MappingPlan, problem: Problem) -> tuple[float, int, int]:
+def describe(plan: MappingPlan, problem: OracleCase) -> tuple[float, int, int]:
     """(seconds, pools, devices), the seconds priced again from the plan's layouts."""
     placed = [pool for pool in plan.pools if set(plan.roles_of(pool.name)) & set(problem.models)]
     devices = sum(pool.num_slots for pool in placed)
@@ -352,7 +354,7 @@ def describe(plan: MappingPlan, problem: Problem) -> tuple[float, int, int]:
     return float(np.max(stages, axis=0).sum()), len(placed), devices
 
 
-def price(plan: MappingPlan, problem: Problem, role: str, part: ClusterSpec) -> list[float]:
+def price(plan: MappingPlan, problem: OracleCase, role: str, part: ClusterSpec) -> list[float]:
     model, chosen = problem.models[role], plan.models[role]
     assert chosen.train is not None
     given = (model, part, chosen.train, problem.workload)

@@ -28,7 +28,7 @@ class Base:
         """Not callable through a group."""
 
 
-class Worker(Base):
+class MarkedWorker(Base):
     limit = 3
 
     @register(protocol=THREE_D, rows="times", reads=["prompt_ids", "answer?"], writes=("response_ids",))
@@ -41,7 +41,7 @@ class Worker(Base):
 
 
 def test_a_registered_method_is_still_the_method() -> None:
-    assert Worker().generate([1]) == [1, 1]
+    assert MarkedWorker().generate([1]) == [1, 1]
     assert Base.describe.__doc__ == "Say who it is."
 
 
@@ -49,9 +49,9 @@ def test_the_registration_is_found_on_the_method() -> None:
     expected = MethodSpec(
         protocol=THREE_D, rows="times", returns="batch", reads=("prompt_ids", "answer?"), writes=("response_ids",)
     )
-    assert method_spec(Worker.generate) == expected
-    assert method_spec(Worker().generate) == expected
-    assert method_spec(Worker.local) is None
+    assert method_spec(MarkedWorker.generate) == expected
+    assert method_spec(MarkedWorker().generate) == expected
+    assert method_spec(MarkedWorker.local) is None
     assert method_spec(print) is None
 
 
@@ -68,7 +68,7 @@ def test_defaults_keep_rows_and_columns() -> None:
 
 def test_registered_methods_include_inherited_ones() -> None:
     assert list(registered_methods(Base)) == ["describe"]
-    found = registered_methods(Worker)
+    found = registered_methods(MarkedWorker)
     assert {name: spec.returns for name, spec in found.items()} == {
         "describe": "object",
         "generate": "batch",
@@ -77,13 +77,13 @@ def test_registered_methods_include_inherited_ones() -> None:
 
 
 def test_an_overriding_method_registers_itself() -> None:
-    class Other(Worker):
+    class Other(MarkedWorker):
         @register(protocol=RANK_ZERO, returns="metrics")
         def update(self, batch: list[int]) -> dict[str, tuple[float, float]]:
             return {}
 
     assert registered_methods(Other)["update"].protocol is RANK_ZERO
-    assert registered_methods(Worker)["update"].protocol is DP
+    assert registered_methods(MarkedWorker)["update"].protocol is DP
 
 
 @pytest.mark.parametrize(
