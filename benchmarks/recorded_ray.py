@@ -199,5 +199,5 @@ def recorded_ray() -> Iterator[RecordedRay]:
         stack.enter_context(mock.patch.object(executor_module, "Cluster", _RecordedCluster))
         stack.enter_context(mock.patch.object(executor_module, "place", place))
         stack.enter_context(mock.patch.object(executor_module, "_start_slicer", return_value=(None, "recorded")))
-        stack.enter_context(mock.patch.object(actor_group_module, "_start_host", start_host))
+        stack.enter_context(mock.patch.object(actor_group_module, "_start_actor", start_host))
         yield recorded

@@ -256,13 +256,14 @@ def _quantile(values: Sequence[int], part: float) -> int:
 
 
 def build_rooms(house: House) -> Iterator[str]:
-    """Yields the table of rooms, largest first: a package's folders, and the folders in those that have some."""
-    yield "| where the lines are | by folder; modules at the top of the package are left out |"
+    """Yields the table of rooms, largest first: a package's folders and their subfolders."""
+    yield "| lines by folder | largest first; modules at the top of the package are left out |"
     yield "|---|---|"
     for package in PACKAGES:
         rooms: Counter[str] = Counter()
         for module in house.modules.values():
-            folders = module.path.parts[module.path.parts.index("src") + 2 : -1]
+            parts = module.name.split(".")
+            folders = parts[1:] if module.is_folder else parts[1:-1]
             if module.package == package and folders:
                 rooms["/".join(folders)] += module.source.count("\n")
         if rooms:

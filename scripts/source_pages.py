@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-LINK = re.compile(r"\]\((?:\.\./)+(packages/[\w./-]+\.py)\)")
+LINK = re.compile(r"\]\((?:\.\./)+(packages/[\w-]+/src/[\w/]+\.py)\)")
 NAMED = re.compile(LINK.pattern + r" \| `([\w.]+)`")
 
 
@@ -34,7 +34,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leads the links to the site's own pages."""
+    """Rewrites the links to the site's own pages."""
     here = posixpath.dirname(page.file.src_uri)
 
     def lead(path: str) -> str:
@@ -73,11 +73,20 @@ def list_lines(path: str) -> dict[str, int]:
     """Returns the first lines of a file's functions, classes, methods and constants, by their qualified names."""
     lines: dict[str, int] = {}
     for node in ast.parse((ROOT / path).read_text()).body:
-        if isinstance(node, ast.Assign):
-            lines |= {target.id: node.lineno for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            lines[node.name] = node.lineno
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            lines |= {target.id: node.lineno for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, _DEFINITIONS):
+            lines[node.name] = _first_line(node)
         if isinstance(node, ast.ClassDef):
-            inner = [each for each in node.body if isinstance(each, ast.FunctionDef)]
-            lines |= {f"{node.name}.{each.name}": each.lineno for each in inner}
+            inner = [each for each in node.body if isinstance(each, _DEFINITIONS)]
+            lines |= {f"{node.name}.{each.name}": _first_line(each) for each in inner}
     return lines
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _first_line(node: Any) -> int:
+    """Returns the line of the first decorator, or of the definition."""
+    return min([node.lineno, *(each.lineno for each in node.decorator_list)])

@@ -1,6 +1,6 @@
 """Find the expressions of scripts/wording.toml in docstrings, comments, other strings and Markdown pages.
 
-Of shell scripts, configuration files and the Makefile the comments are read.
+Of shell scripts, YAML files, the Makefile and pyproject.toml the comments are read.
 
     scripts/wording.py            the paths that the file holds free of them
     scripts/wording.py PATH...    these files and folders

@@ -1,4 +1,5 @@
-"""Every private name of a library that the packages use is known here, and is in the installed release.
+"""Every private name of a library that the packages read, as an attribute or by getattr, is known here, and is in the
+installed release.
 
 A name of an engine, of megatron-core, Ray or c10d is looked for where its list is; those of torch, transformers and
 peft here.
@@ -49,10 +50,12 @@ LOOKED_UP: dict[str, Callable[[], Any]] = {
     "_foreach_mul_": lambda: torch._foreach_mul_,
     "_foreach_norm": lambda: torch._foreach_norm,
     "_is_stateful": lambda: build_model()._is_stateful,
+    "_keys_to_ignore_on_load_unexpected": lambda: hasattr(build_model(), "_keys_to_ignore_on_load_unexpected") or None,
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
     "_no_split_modules": lambda: build_model()._no_split_modules,
     "_non_persistent_buffers_set": lambda: torch.nn.Module()._non_persistent_buffers_set,
     "_parameters": lambda: torch.nn.Module()._parameters,
+    "_ragged_idx": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)._ragged_idx,
     "_version": lambda: torch.empty(1).add_(1)._version,
 }
 
@@ -73,8 +76,8 @@ def test_every_private_name_is_known() -> None:
 
 
 def test_the_search_sees_the_difference() -> None:
-    source = "class A:\n    def _own(self): return self._own()\n\nx = A()._own() + torch._foreach_add(y)"
-    assert list(find_foreign(source)) == ["_foreach_add"]
+    source = "class A:\n    def _own(self): return self._own()\n\nx = A()._own() + torch._add(getattr(y, '_ragged', 1))"
+    assert sorted(find_foreign(source)) == ["_add", "_ragged"]
 
 
 def find_foreign(source: str) -> Iterator[str]:
@@ -82,9 +85,9 @@ def find_foreign(source: str) -> Iterator[str]:
     tree = ast.parse(source)
     own = list_own(tree)
     for node in ast.walk(tree):
-        is_private = isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
-        if is_private and node.attr not in own and not _is_self(node.value):
-            yield node.attr
+        found = _read(node)
+        if found and found.startswith("_") and not found.startswith("__") and found not in own:
+            yield found
 
 
 def list_own(tree: ast.Module) -> set[str]:
@@ -98,6 +101,15 @@ def list_own(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Attribute) and _is_self(node.value):
             own.add(node.attr)
     return own
+
+
+def _read(node: ast.AST) -> str:
+    """Returns the name that is read of something else than `self`; empty for other nodes."""
+    if isinstance(node, ast.Attribute):
+        return "" if _is_self(node.value) else node.attr
+    is_getattr = isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) > 1
+    name = node.args[1] if is_getattr else None
+    return str(name.value) if isinstance(name, ast.Constant) else ""
 
 
 def _is_self(node: ast.AST) -> bool:

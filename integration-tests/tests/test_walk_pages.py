@@ -25,7 +25,7 @@ def test_walk_names_functions_that_exist(name: str) -> None:
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
     assert f"The walk takes {len(numbers)} hops" in page
     absent = [f"{package}{path} {unit}" for _, package, path, _, unit in hops if unit not in _list_units(package, path)]
-    assert absent == [], f"docs/concepts/{name}.md. Name the new place of these hops"
+    assert absent == [], f"docs/concepts/{name}.md has hops that are gone. Name their new places"
     for _, package, path, link, _ in hops:
         assert link == f"../../packages/{package.replace('_', '-')}/src/{package}{path}"
 
@@ -62,7 +62,7 @@ def test_architecture_questions_have_answers_that_exist() -> None:
     absent = [
         f"{package}/{rest} {name}" for (package, _, rest), name in split if name not in _list_units(package, f"/{rest}")
     ]
-    assert absent == [], "integration-tests/architecture_answers.toml. Name the new place of these answers"
+    assert absent == [], "architecture_answers.toml has answers that are gone. Name their new places"
     # The page leads to each answer: it names the package, and the file or the folder in which the file is.
     for (package, _, rest), _ in split:
         assert f"**`{package}/`**" in page

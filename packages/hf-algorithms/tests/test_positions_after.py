@@ -77,6 +77,24 @@ def test_columns_of_other_rows_are_each_extended_as_they_lie() -> None:
     assert [len(row) for row in list_rows(found["response_ids"])] == [length + 1 for length in _LENGTHS]
 
 
+def test_equal_rows_in_more_values_are_extended_by_their_own_numbers() -> None:
+    """A column narrowed to rows that begin as the ids' do, with values after the last of them."""
+    offsets = torch.tensor([0, 2, 4])
+    batch = TensorDict(
+        {
+            "response_ids": torch.nested.nested_tensor_from_jagged(torch.arange(4), offsets),
+            "response_mask": torch.nested.nested_tensor_from_jagged(torch.ones(4, dtype=torch.bool), offsets),
+            "returns": torch.nested.nested_tensor_from_jagged(
+                torch.tensor([0.0, 1.0, 2.0, 3.0, 100.0, 200.0]), offsets, lengths=torch.tensor([2, 2])
+            ),
+        },
+        batch_size=[2],
+    )
+    found = add_positions(batch, torch.ones(2, dtype=torch.bool), {"returns": torch.tensor([8.0, 9.0])})
+    assert list_rows(found["returns"]) == [[0.0, 1.0, 8.0], [2.0, 3.0, 9.0]]
+    assert list_rows(found["response_ids"]) == [[0, 1, 0], [2, 3, 0]]
+
+
 def test_no_rows_stay_no_rows() -> None:
     offsets = torch.zeros(1, dtype=torch.int64)
     columns = {name: torch.nested.nested_tensor_from_jagged(torch.zeros(0), offsets) for name in ("ids", "mask")}

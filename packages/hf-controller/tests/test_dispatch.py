@@ -105,8 +105,8 @@ def test_a_method_must_not_hide_a_name_of_the_group():
         ({"environment": "A=1"}, "environment='A=1'. Use a mapping of names to strings"),
         ({"environment": {"A": 1}}, r"environment\['A'\]=1. Use a string"),
         ({"environment": {3: "1"}}, "environment: name=3. Use a string"),
-        ({"environment": {"RANK": "7"}}, "environment has 'RANK'='7'. Leave it out, it is set for every rank"),
-        ({"environment": {"A=B": "1"}}, "environment has 'A=B'='1'. Leave it out, no variable can hold that"),
+        ({"environment": {"RANK": "7"}}, "environment has 'RANK'='7': it is set for every rank. Leave it out"),
+        ({"environment": {"A=B": "1"}}, "environment has 'A=B'='1': no variable can hold that. Leave it out"),
         ({"seed": 1.5}, "seed=1.5 must be a whole number of at least 0"),
     ],
 )

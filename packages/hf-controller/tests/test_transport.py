@@ -117,7 +117,7 @@ def test_a_batch_has_rows():
         (lambda x: x.to(torch.complex32), r"column 'x' is complex32, .*. Make it another type, with .to\(dtype\)"),
         (
             lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-            r"column 'x' is quantized. Make it numbers, with .dequantize\(\)",
+            r"column 'x' is quantized. Dequantize it, with .dequantize\(\)",
         ),
     ],
 )

@@ -269,7 +269,7 @@ def mistake_on_rank_1(rank):
         3,
         r"the target tensors of rank 1 .*all 4 are float64, but the layout",
     )
-    yield held, {**wanted, "head": [None]}, 3, r"'head' is \[None\]. Use one tensor per box"
+    yield held, {**wanted, "head": [None]}, 3, r"'head' has \[None\] in place of one tensor per box"
     yield None, wanted, 3, "the source tensors of rank 1 are None. Use a mapping"
 
 

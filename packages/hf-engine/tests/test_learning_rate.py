@@ -102,7 +102,7 @@ def test_another_rate_has_the_same_schedule():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "step"}, "schedule='step'. Use constant or linear or cosine"),
+        ({"schedule": "step"}, "schedule='step'. Use constant, linear or cosine"),
         ({"schedule": "cosine"}, "schedule='cosine' with total_steps=0. .* above warmup_steps=2"),
         ({"schedule": "linear", "total_steps": 2}, "total_steps=2. .* above warmup_steps=2"),
         ({"total_steps": -1}, "total_steps=-1"),

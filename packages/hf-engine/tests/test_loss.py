@@ -55,7 +55,7 @@ def test_micro_batches_are_merged_and_a_largest_stays():
     assert step.metrics == {"gap": (14.0, 4.0), "gap_max": (9.0, 1.0)}
 
 
-PAIR = "Use (loss_sum, metrics), a tensor of one number and (sum, count) by name"
+PAIR = "Return (loss_sum, metrics): a tensor of one number, and (sum, count) by name"
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,17 @@ PAIR = "Use (loss_sum, metrics), a tensor of one number and (sum, count) by name
         (lambda logprobs: (logprobs.sum(), {}, 1.0), f"loss_fn gave a tuple of 3. {PAIR}"),
         (lambda logprobs: (logprobs.detach().sum() + torch.zeros((), requires_grad=True), {}), "reaches no output"),
         (lambda logprobs: (torch.ones((), requires_grad=True), {}), "reaches no output. Compute it from the outputs"),
-        (lambda logprobs: (logprobs.sum(), None), "loss_fn gave None as metrics. Use (sum, count) by name"),
+        (lambda logprobs: (logprobs.sum(), None), "loss_fn gave None as metrics. Return (sum, count) by name"),
         (
             lambda logprobs: (logprobs.sum(), {"a": 1.0}),
-            "loss_fn gave 1.0 as metric 'a'. Use (sum, count), two numbers",
+            "loss_fn gave 1.0 as metric 'a'. Return (sum, count), two numbers",
         ),
-        (lambda logprobs: (logprobs.sum(), {"a": (1.0, "b")}), "gave (1.0, 'b') as metric 'a'. Use (sum, count)"),
-        (lambda logprobs: (logprobs.sum(), {"a": (logprobs, 1)}), "as metric 'a'. Use (sum, count)"),
-        (lambda logprobs: (logprobs.sum(), {3: (1.0, 1.0)}), "loss_fn gave 3 as a metric's name. Use a string"),
+        (lambda logprobs: (logprobs.sum(), {"a": (1.0, "b")}), "gave (1.0, 'b') as metric 'a'. Return (sum, count)"),
+        (lambda logprobs: (logprobs.sum(), {"a": (logprobs, 1)}), "as metric 'a'. Return (sum, count)"),
+        (
+            lambda logprobs: (logprobs.sum(), {3: (1.0, 1.0)}),
+            "loss_fn gave 3 as a metric's name. Name metrics by strings",
+        ),
         (
             lambda logprobs: (logprobs.sum(), {"grad_norm": (1.0, 1.0)}),
             "metric 'grad_norm' has a name that the step itself uses (grad_norm, learning_rate, skipped_nonfinite, ",

@@ -85,8 +85,8 @@ def test_ranks_of_a_replica_have_the_same_rows(ranks3):
     assert ranks3.run(agree_in_replicas, [whole, with_holes, whole[:2]], [0, 0, 1]) == [same, same, [[0, 1]]]
     for other in (changed, whole[:2], whole.exclude("scores"), whole.clone().update({"scores": torch.zeros(3)})):
         message = (
-            "rank 1 was given other rows than rank 0, which is in the same replica. Give all 2 ranks of a replica the "
-            "same batch; the ranks computed nothing"
+            "rank 1 was given other rows than rank 0, which is in the same replica; the ranks computed nothing. Give "
+            "all 2 ranks of a replica the same batch"
         )
         assert ranks3.run(agree_in_replicas, [whole, other, whole[:2]], [0, 0, 1]) == [message] * 3
     assert ranks3.run(agree_in_replicas, [whole, changed, whole], [0, 1, 2])[0] == same
@@ -109,8 +109,8 @@ def test_all_ranks_are_given_the_same_arguments(ranks2, replicas):
         ({"loss_fn": None, "temperature": 2}, [temperature.format(2.0), loss.format(None, "loss_fn=dumps")]),
     ):
         message = (
-            f"{'; '.join(differences)}. Give all ranks the same, as denominator the sum over all of them; the ranks "
-            "computed nothing"
+            f"{'; '.join(differences)}; the ranks computed nothing. Give all ranks the same; the denominator is the "
+            "sum over all of them"
         )
         assert ranks2.run(agree_in_replicas, batches, replicas, [first, alike | other]) == [message] * 2
 

@@ -84,7 +84,7 @@ def test_columns_of_one_matrix_share_no_element():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda w: {"a": [w[:, :4]], "b": [w[:, 3:]]}, "'b' shares memory with 'a'. Give each its own"),
+        (lambda w: {"a": [w[:, :4]], "b": [w[:, 3:]]}, "'b' shares memory with 'a' and needs its own"),
         (lambda w: {"a": [w[:, 7]], "b": [w[2:4]]}, "'b' shares memory with 'a'"),
         (lambda w: {"a": [w[0]], "b": [w[:2, 7]], "c": [w[5]]}, "'b' shares memory with 'a'"),
         (lambda w: {"a": [w[::2]], "b": [w.t()[1]]}, "'b' shares memory with 'a'"),

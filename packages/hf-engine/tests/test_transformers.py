@@ -166,7 +166,7 @@ def test_lack_of_memory_is_one_error_and_the_next_batch_is_drawn(models, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("hf_engine.rollout.transformers._backend.build_cache", allocate)
-        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576.*:\slower cache"):
+        with pytest.raises(BackendError, match=r"to decode 3 rows .* cache_bytes=1048576 .*. Lower cache_bytes"):
             backend.generate(prompts, sampling)
     after = backend.generate(prompts, sampling)
     assert torch.equal(before["response_ids"].values(), after["response_ids"].values())

@@ -168,7 +168,7 @@ class ModelShape:
         if head_dim is None and config["hidden_size"] % heads:
             raise ConfigError(
                 f"config.json: hidden_size={config['hidden_size']} does not divide by num_attention_heads={heads}. "
-                "Use head_dim, or sizes that do"
+                "Set head_dim, or choose sizes that do"
             )
         attention_bias = family in _WITH_ATTENTION_BIAS and bool(config.get("attention_bias"))
         return cls(

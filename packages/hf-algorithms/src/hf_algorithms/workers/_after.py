@@ -63,30 +63,33 @@ def split_positions(column: torch.Tensor, has_room: torch.Tensor) -> tuple[torch
 
 
 class _Places(NamedTuple):
-    """Places of the elements of rows that become longer or shorter by one: the same for columns of equal rows."""
+    """Gather indices for rows that become longer or shorter by one; the same for columns of equal rows."""
 
+    num_values: int
     starts: torch.Tensor
     lengths: torch.Tensor
-    """Both int64 [B], of the rows before."""
+    """Both int64 [B], of the input rows, which lie in `num_values` values."""
     indices: torch.Tensor
-    """int64, of every element after: where it stood, or number of elements before plus its row."""
+    """int64, of every output element: its place in the values, or for an appended one `num_values` plus its row."""
     offsets: torch.Tensor
-    """int64 [B + 1], of the rows after."""
+    """int64 [B + 1], of the output rows."""
     bounds: dict[str, Any]
-    """Lengths of the shortest and the longest row after."""
+    """Lengths of the shortest and the longest output row."""
 
     def fit(self, rows: FlatRows) -> bool:
-        """True where `rows` lie as those before."""
-        return torch.equal(self.starts, rows.starts) and torch.equal(self.lengths, rows.lengths)
+        """Returns True if `rows` have these starts and lengths, in as many values."""
+        is_alike = torch.equal(self.starts, rows.starts) and torch.equal(self.lengths, rows.lengths)
+        return is_alike and self.num_values == len(rows.values)
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
-        """The jagged column of the rows after."""
+        """Returns the output rows as a jagged column."""
         jagged: torch.Tensor = torch.nested.nested_tensor_from_jagged(values[self.indices], self.offsets, **self.bounds)
         return jagged
 
 
 def _place(rows: FlatRows, change: torch.Tensor) -> _Places:
     """`change`, int64 [B], is what each row gains: 1, 0 or -1."""
+    change = change.to(rows.lengths.device)
     lengths = rows.lengths + change
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -94,4 +97,4 @@ def _place(rows: FlatRows, change: torch.Tensor) -> _Places:
     is_new = within == rows.lengths[row]
     indices = torch.where(is_new, len(rows.values) + row, rows.starts[row] + within)
     bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
-    return _Places(rows.starts, rows.lengths, indices, offsets, bounds)
+    return _Places(len(rows.values), rows.starts, rows.lengths, indices, offsets, bounds)

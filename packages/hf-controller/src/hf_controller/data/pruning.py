@@ -15,7 +15,7 @@ _Known = tuple[str, ...] | None
 
 
 def know_columns(expression: Expression) -> dict[int, _Known]:
-    """By each node's id its columns, though calls need not have run; None where a method does not say what it writes.
+    """Returns each node's columns by its id, before calls have run; None where a method does not say what it writes.
 
     Raises:
         BatchError: for columns that are chosen, renamed or joined and do not fit.
@@ -51,7 +51,7 @@ class _Cut(NamedTuple):
 
 
 def prune(expression: Expression, reads: Collection[str], known: Mapping[int, _Known] | None = None) -> Expression:
-    """An expression with the same rows, and of its columns at least those that a call reads, which waits for no others.
+    """Returns an expression with the same rows and at least the columns that a call reads, which waits for no others.
 
     A reward reads the responses; that values were joined to the same batch must not make it wait for the critic.
 
@@ -63,7 +63,7 @@ def prune(expression: Expression, reads: Collection[str], known: Mapping[int, _K
     Args:
         expression: the batch.
         reads: the columns that a call reads.
-        known: what `know_columns` answers for `expression`; None: it is asked here.
+        known: result of `know_columns(expression)`; None: it is computed here.
 
     Raises:
         BatchError: for known columns that are chosen, renamed or joined and do not fit.

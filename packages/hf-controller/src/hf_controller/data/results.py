@@ -216,7 +216,7 @@ def _check_storable(name: str, value: torch.Tensor) -> None:
         layout = str(value.layout).removeprefix("torch.")
         raise BatchError(f"column {show(name)} is {layout}. Make it dense, with .to_dense()")
     if value.is_quantized:
-        raise BatchError(f"column {show(name)} is quantized. Make it numbers, with .dequantize()")
+        raise BatchError(f"column {show(name)} is quantized. Dequantize it, with .dequantize()")
     if value.dtype is torch.complex32:
         raise BatchError(f"column {show(name)} is complex32, which numpy lacks. Make it another type, with .to(dtype)")
 

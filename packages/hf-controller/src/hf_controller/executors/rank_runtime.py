@@ -1,6 +1,6 @@
 """One process's side of a call: read the rows, run the method, store the result.
 
-A host holds the workers of one rank by role. It knows no executor: the caller passes a store.
+A rank runtime holds the workers of one rank by role. It knows no executor: the caller passes a store.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from hf_controller.data.algebra import Select
 from hf_controller.data.columns import CallColumns, columns_of
-from hf_controller.data.expressions import ShardTable, Source
+from hf_controller.data.expressions import Expression, ShardTable, Source
 from hf_controller.data.gather import BatchReader
 from hf_controller.data.results import Outcome, publish
 from hf_controller.data.transport import ObjectStore, Shard
@@ -111,7 +112,7 @@ class RankRuntime:
 
     Args:
         pool: name of the pool.
-        name: name of the set of roles that share this host.
+        name: name of the set of roles that share this process.
         rank: this rank.
         workers: the workers by role.
         specs: what they were built from, by role.
@@ -230,14 +231,14 @@ class RankRuntime:
         progress.ready_s = time.time()
         self._enter(call, "fetching rows")
         try:
+            for batch in batches if columns.readers else ():
+                there = _before_choice(batch.expression, columns)
+                columns.check(there.columns(reader.extents), there)
             selections, num_rows = self._select_rows(call.role, share, batches, reader)
             read = reader.read_pieces if in_pieces else reader.read
             for position, value in enumerate(given):
                 if isinstance(value, BatchArgument):
                     expression = value.expression
-                    if columns.readers:  # their error names all columns that are there, below those that are read
-                        whole = expression if columns.reads is None else expression.children()[0]
-                        columns.check(whole.columns(reader.extents), whole)
                     values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
         finally:
             progress.bytes_read, progress.bytes_from_afar = reader.bytes_read, reader.bytes_from_afar
@@ -316,6 +317,14 @@ def _check_unwritten(call: Call, reader: BatchReader) -> None:
             f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
             "share, so the batch is damaged for everybody: clone the column before writing, and make the batch again"
         )
+
+
+def _before_choice(expression: Expression, columns: CallColumns) -> Expression:
+    """Returns an argument as it is below the choice of the columns that the call reads, for errors that name all."""
+    if columns.reads is None:
+        return expression
+    assert isinstance(expression, Select), "the controller chooses columns"
+    return expression.batch
 
 
 def close_workers(workers: Mapping[str, Worker], rank: int) -> None:

@@ -22,6 +22,7 @@ class BatchArgument:
     """Stands for a batch in a call's arguments: each rank reads its own rows of the expression."""
 
     expression: Expression
+    """Of a call that says what it reads, a choice of these columns."""
     whole: bool = False
     """True if the rank takes every row, because the caller chose this batch for this rank."""
 

@@ -78,11 +78,11 @@ def join_default_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> None:
-    """Make `torch.distributed`'s default group of a host set: gloo on the CPU, nccl on GPUs.
+    """Make `torch.distributed`'s default group of an actor group: gloo on the CPU, nccl on GPUs.
 
     Args:
         rank: this rank.
-        world_size: ranks of the host set.
+        world_size: ranks of the actor group.
         device: `"cpu"` or a CUDA device.
         timeout_s: deadline of every collective.
         meeting_timeout_s: deadline of the other ranks' arrival, whose processes may start late; None: `timeout_s`.

@@ -199,4 +199,4 @@ class WorkerSpec:
             _check.kind(f"{what}environment: name", name or None, str, "a string")
             if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
                 why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
-                raise ProtocolError(f"{what}environment has {show(name)}={show(value)}. Leave it out, {why}")
+                raise ProtocolError(f"{what}environment has {show(name)}={show(value)}: {why}. Leave it out")

@@ -295,7 +295,7 @@ def _list_items(value: Any, spec: MethodSpec, what: str, ranks: Sequence[int]) -
         )
     if len(value.items) != len(ranks):
         raise ProtocolError(
-            f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items. Use one for each rank, "
+            f"{what} has {len(ranks)} ranks and got PerRank of {len(value.items)} items. Pass one for each rank, "
             "or change the sizes of the group's topology"
         )
     return value

@@ -1,6 +1,6 @@
 """The contract of training and rollout backends: their Protocols, the values that cross them, and the registry.
 
-What lives here: `base` and `abilities`, configurations, columns as tensors, checks of `build`, and supported versions.
+What lives here: `base` and `capabilities`, configurations, columns as tensors, checks of `build`, and versions.
 What must not: a backend, which is in `training` or `rollout`, and anything that imports a backend's library.
 """
 

@@ -1,4 +1,4 @@
-"""Optional abilities of backends: one small Protocol each."""
+"""Optional capabilities of backends: one small Protocol each."""
 
 from __future__ import annotations
 

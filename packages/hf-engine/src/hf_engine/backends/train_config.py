@@ -78,7 +78,7 @@ class TrainConfig:
         for beta in self.betas:
             _check.number(f"betas={self.betas}: beta", beta, may_be_zero=True)
         if [beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(f"betas={self.betas}. Use two numbers below 1, (0.9, 0.95)")
+            raise ConfigError(f"betas={self.betas}. Use two numbers below 1, such as (0.9, 0.95)")
         for switch in ("activation_checkpointing", "compile"):
             _check.kind(switch, getattr(self, switch), bool, "True or False")
         if self.shared_prompts != "auto":
@@ -92,7 +92,7 @@ class TrainConfig:
 
     def _check_schedule(self) -> None:
         if self.schedule not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"schedule={show(self.schedule)}. Use constant or linear or cosine")
+            raise ConfigError(f"schedule={show(self.schedule)}. Use constant, linear or cosine")
         _check.count("total_steps", self.total_steps, least=0)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
             raise ConfigError(

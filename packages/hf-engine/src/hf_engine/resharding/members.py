@@ -48,6 +48,6 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
     if not are_whole(ranks) or len({*ranks}) != len(ranks) or len(ranks) != len(global_ranks):
         raise ReshardError(
             f"ranks={show(ranks)}. Use one plan rank for each of the {len(global_ranks)} ranks of the group, "
-            "each another"
+            "all different"
         )
     return tuple(ranks), ranks[own]

@@ -92,7 +92,7 @@ class Checksums:
         self._peers: list[int] = []
 
     def add(self, incoming: torch.Tensor, span: _Span) -> None:
-        """Notes the checksum of a message and the digest of the bytes that came with it, and breaks the checksum.
+        """Notes the checksum of a message and the digest of the bytes that came with it, and clears it.
 
         Buffers are used again: should the next message not arrive, this one must not pass for it.
         """

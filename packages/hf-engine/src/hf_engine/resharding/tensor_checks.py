@@ -62,7 +62,7 @@ def _mismatch(name: str, tensors: object, boxes: Sequence[Box], dtype: str) -> s
     given = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     parts = [part for part in given if isinstance(part, torch.Tensor)]
     if len(parts) < len(given):
-        return f"{show(name)} is {show(tensors)}. Use one tensor per box"
+        return f"{show(name)} has {show(tensors)} in place of one tensor per box"
     shapes = [tuple(part.shape) for part in parts]
     if shapes != [box.shape for box in boxes]:
         return f"{show(name)} has shapes {shapes}, the layout says {[box.shape for box in boxes]}"
@@ -123,9 +123,9 @@ def _refuse(problems: Iterable[tuple[str, str]], where: str) -> None:
 
 def _lack(tensor: torch.Tensor, *, is_filled: bool = True) -> str:
     if tensor.layout is not torch.strided:
-        return f"is {tensor.layout}. Use a dense tensor"
+        return f"is {tensor.layout}, not dense"
     if tensor.is_meta:
-        return "is on the meta device. Give it memory, as `to_empty` does"
+        return "is on the meta device and has no memory, which `to_empty` gives"
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if is_filled and tensor.numel() and tensor.untyped_storage().nbytes() < needed:
@@ -139,7 +139,7 @@ def _repeat(tensor: torch.Tensor) -> str:
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
-            return "is expanded, or overlaps itself, so that several of its elements are one. Use a contiguous tensor"
+            return "is expanded, or overlaps itself, so that several of its elements are one, and not contiguous"
         reach += (size - 1) * stride
     return ""
 
@@ -177,7 +177,7 @@ def _span(name: str, part: torch.Tensor) -> _MemorySpan:
 def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
     """The same among tensors whose spans overlap: columns of one matrix share no element."""
     found = [
-        (second.name, f"shares memory with {show(first.name)}. Give each its own")
+        (second.name, f"shares memory with {show(first.name)} and needs its own")
         for first, second in pairwise(spans)
         if first.start == second.start
         or (first.part.is_contiguous() and second.part.is_contiguous() and second.start < first.stop)
@@ -194,7 +194,7 @@ def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
         own = taken.as_strided((*span.part.shape, units), (*strides, 1), (span.start - base) // unit)
         if own.any():
             others = ", ".join(sorted({repr(other.name) for other in spans[:index]}))
-            yield span.name, f"shares memory with {others}. Give each its own"
+            yield span.name, f"shares memory with {others} and needs its own"
         own.fill_(True)
 
 

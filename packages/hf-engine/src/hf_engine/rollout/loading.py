@@ -113,7 +113,9 @@ def _check_shards(
         raise ReshardError(f"the shards of {loose} are not lists. Use a list of one tensor per box")
     tensors = [(name, part) for name, parts in shards.items() for part in parts]
     if empty := sorted({name for name, part in tensors if getattr(part, "is_meta", False)}):
-        raise ReshardError(f"the shards of {empty} are on the device 'meta', without contents. Use tensors with some")
+        raise ReshardError(
+            f"the shards of {empty} are on the device 'meta', without contents. Use tensors on a real device"
+        )
     if again := sorted(loaded & shards.keys()):
         raise ReshardError(f"the parameters {again} came twice in one update")
     held = layout.boxes_of(rank)

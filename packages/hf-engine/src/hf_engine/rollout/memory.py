@@ -100,7 +100,7 @@ def lack_of_memory_is_an_error(failed: str, knob: str) -> Iterator[None]:
         reason = str(error).partition("\n")[0]
         if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in reason:
             raise
-        raise BackendError(f"{failed}: {knob}: {reason}") from error
+        raise BackendError(f"{failed} ({reason}). {knob}") from error
 
 
 def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> None:
@@ -113,7 +113,7 @@ def take_again(caches: Sequence[torch.UntypedStorage], sizes: Sequence[int]) -> 
     with ExitStack() as undo:
         for storage in caches:
             undo.callback(storage.resize_, 0)
-        with lack_of_memory_is_an_error(failed, "lower cache_bytes, or hold less next to it"):
+        with lack_of_memory_is_an_error(failed, "Lower cache_bytes, or hold less next to it"):
             for storage, num_bytes in zip(caches, sizes, strict=True):
                 storage.resize_(num_bytes)
                 # What is masked is multiplied by zero, and memory may hold what is not finite.

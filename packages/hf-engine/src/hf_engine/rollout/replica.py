@@ -78,7 +78,7 @@ class Replica:
             others = [rank for rank, number in zip(self.ranks, numbers, strict=True) if number != numbers[0]]
             raise BackendError(
                 f"{method}: of the replica {self.ranks} the ranks {others} were given something else than rank "
-                f"{self.ranks[0]}. They share an engine. Pass the same to all of them"
+                f"{self.ranks[0]}, and share its engine. Pass the same to all of them"
             )
 
     def gather(self, value: T) -> list[T]:

@@ -97,8 +97,8 @@ def _refuse_other_arguments(given: Mapping[str, str], group: dist.ProcessGroup) 
         if theirs.get(name) != told[0].get(name)
     ]
     raise BatchError(
-        f"{'; '.join(differences)}. Give all ranks the same, as denominator the sum over all of them; the ranks "
-        "computed nothing"
+        f"{'; '.join(differences)}; the ranks computed nothing. Give all ranks the same; the denominator is the sum "
+        "over all of them"
     )
 
 
@@ -114,6 +114,6 @@ def _refuse_other_rows(digest: int, replicas: Sequence[int], group: dist.Process
         if told[index] != told[first[replica]]
     ]
     raise BatchError(
-        f"{'; '.join(others)}. Give all {replicas.count(0)} ranks of a replica the same batch; the ranks computed "
-        "nothing"
+        f"{'; '.join(others)}; the ranks computed nothing. Give all {replicas.count(0)} ranks of a replica the same "
+        "batch"
     )

@@ -83,18 +83,18 @@ def _read(answer: object) -> tuple[torch.Tensor, Metrics]:
             f"a {type(answer).__name__} of {len(answer)}" if isinstance(answer, tuple | list) else _described(answer)
         )
         raise BackendError(
-            f"loss_fn gave {given}. Use (loss_sum, metrics), a tensor of one number and (sum, count) by name"
+            f"loss_fn gave {given}. Return (loss_sum, metrics): a tensor of one number, and (sum, count) by name"
         )
     loss_sum, metrics = answer
     _check_loss(loss_sum)
     if not isinstance(metrics, Mapping):
-        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics. Use (sum, count) by name, {{}} for none")
+        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics. Return (sum, count) by name, or {{}}")
     return loss_sum, {name: _read_metric(name, pair) for name, pair in metrics.items()}
 
 
 def _read_metric(name: object, pair: object) -> tuple[float, float]:
     if not isinstance(name, str):
-        raise BackendError(f"loss_fn gave {show(name)} as a metric's name. Use a string")
+        raise BackendError(f"loss_fn gave {show(name)} as a metric's name. Name metrics by strings")
     if name in STEP_METRICS:
         taken = ", ".join(STEP_METRICS)
         raise BackendError(
@@ -102,7 +102,7 @@ def _read_metric(name: object, pair: object) -> tuple[float, float]:
         )
     numbers = [_number(each) for each in pair] if isinstance(pair, tuple | list) else []
     if len(numbers) != 2 or None in numbers:
-        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}. Use (sum, count), two numbers")
+        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}. Return (sum, count), two numbers")
     value, count = numbers
     assert value is not None and count is not None
     return value, count
@@ -120,7 +120,7 @@ def _described(value: object) -> str:
 
 def _check_loss(loss_sum: object) -> None:
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
-        wanted = "Use a tensor of one number, the sum over the tokens"
+        wanted = "Return a tensor of one number, the sum over the tokens"
         raise BackendError(f"loss_fn gave {_described(loss_sum)} as loss_sum. {wanted}")
     if not loss_sum.requires_grad:
         raise BackendError(

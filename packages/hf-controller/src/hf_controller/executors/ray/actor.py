@@ -46,7 +46,7 @@ class Slicer:
 
 @dataclass(frozen=True, kw_only=True)
 class Construction:
-    """Settings that build a actor group; equal on all of its ranks.
+    """Settings that build an actor group; equal on all of its ranks.
 
     Attributes:
         specs: pickled `{role: WorkerSpec}`.

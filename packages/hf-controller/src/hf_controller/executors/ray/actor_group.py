@@ -85,7 +85,7 @@ class ActorGroup:
         self.roles = dict(roles)
         prefix = f"{self.name}-{uuid.uuid4().hex[:12]}"
         self.actors = [
-            _start_host(f"{prefix}-{rank}", self.name, rank, pool.num_slots, cuts_slices, **placed.options(rank))
+            _start_actor(f"{prefix}-{rank}", self.name, rank, pool.num_slots, cuts_slices, **placed.options(rank))
             for rank in range(pool.num_slots)
         ]
         self.processes = [
@@ -147,7 +147,7 @@ class ActorGroup:
         return self._has_process_group or bool(self._connections)
 
     def list_joined(self) -> list[ActorGroup]:
-        """This set and those that it is connected with, or they are."""
+        """This group and those that it is connected with, or they are."""
         joined = [self]
         for each in joined:
             joined += [other for other in each._connections.values() if other not in joined]
@@ -188,7 +188,7 @@ class ActorGroup:
             process.end()
 
 
-def _start_host(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:
+def _start_actor(name: str, role: str, rank: int, world_size: int, cuts_slices: bool, **options: Any) -> Any:
     groups = {"service": 4, "slices": 2}
     # Our trace has every call; Ray's own record of each task costs all processes time.
     decorate: Any = ray.remote(  # type: ignore[call-overload]

@@ -239,16 +239,16 @@ class RayExecutor(Executor):
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
         """Returns the pools whose groups failed together with one of `pool`; see `Executor.failed_with`."""
-        self._supervisor.look_for_deaths(self._host_sets_on(pool))
-        here = {id(each.failure) for each in self._host_sets_on(pool) if each.failure is not None}
+        self._supervisor.look_for_deaths(self._actor_groups_on(pool))
+        here = {id(each.failure) for each in self._actor_groups_on(pool) if each.failure is not None}
         together = [
             other
             for other in self._occupied
-            if other is not pool and any(id(each.failure) in here for each in self._host_sets_on(other))
+            if other is not pool and any(id(each.failure) in here for each in self._actor_groups_on(other))
         ]
         return [pool, *together]
 
-    def _host_sets_on(self, pool: ResourcePool) -> list[ActorGroup]:
+    def _actor_groups_on(self, pool: ResourcePool) -> list[ActorGroup]:
         return self._occupied[pool].actor_groups if pool in self._occupied else []
 
     def release(self, pool: ResourcePool) -> None:

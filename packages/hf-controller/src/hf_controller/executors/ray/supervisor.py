@@ -181,7 +181,7 @@ class Supervisor:
         return False
 
     def _await_death(self, actor_group: ActorGroup) -> None:
-        """Waits for the end of a actor group whose results are lost: its process is gone, or will be soon."""
+        """Waits for the end of an actor group whose results are lost: its process is gone, or will be soon."""
         ends_s = time.monotonic() + _SETTLING_S
         while actor_group.failure is None and not self._find_death(actor_group):
             if time.monotonic() > ends_s:

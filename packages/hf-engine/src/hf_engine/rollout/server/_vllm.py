@@ -88,8 +88,8 @@ class VllmServer:
                 return "greedy log-probs are those of temperature 1; set it to 1"
         elif sampling.temperature != 1:
             return (
-                "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set it to 1, or start the server "
-                "with processed_logprobs"
+                "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set temperature to 1, or start the "
+                "server with processed_logprobs"
             )
         return None
 

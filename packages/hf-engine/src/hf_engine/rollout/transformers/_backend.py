@@ -262,7 +262,7 @@ class TransformersBackend:
             width = int(prompts.lengths[rows].max())
             decoding = Decoding(self._model, self._stop_token_ids, sampling, strings)
             padded, failed = prompts.pad_left(rows, width), f"no memory to decode {len(rows)} rows of {width} tokens"
-            with lack_of_memory_is_an_error(f"{failed}, cache_bytes={self._cache_bytes}", "lower cache_bytes"):
+            with lack_of_memory_is_an_error(f"{failed}, cache_bytes={self._cache_bytes}", "Lower cache_bytes"):
                 shared = (len(samples) - len(rows)) * width * _cache_bytes_per_token(self._model)
                 cache = build_cache(self._model, width + capacity, shared_bytes=shared)
                 decoding.run(*padded, uniforms[samples], cache)

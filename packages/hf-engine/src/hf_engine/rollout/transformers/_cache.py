@@ -34,7 +34,8 @@ SHARING_FAMILIES = frozenset(
 )  # fmt: skip
 """Model types whose attention gets the cached keys as they are, and sees all of them, as tests show for each."""
 LEAST_SHARED_BYTES = 2_500_000
-"""Of one layer's keys and values: what copies would take more, from which on reading it once pays for the sharing."""
+"""Least bytes of a layer's prompt keys and values, over all samples of a prompt but its first, for which sharing is
+faster than copies."""
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -218,7 +219,7 @@ def build_cache(model: Any, capacity: int, *, shared_bytes: int) -> DynamicCache
 
 
 def moves_rows_alone(cache: DynamicCache) -> bool:
-    """True where `batch_select_indices` moves rows into free places, and copies none that stay."""
+    """True where `batch_select_indices` moves samples into free places, and copies prompts only when one has ended."""
     return all(isinstance(layer, StaticLayer) for layer in cache.layers)
 
 

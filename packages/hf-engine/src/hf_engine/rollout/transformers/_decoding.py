@@ -15,7 +15,7 @@ from hf_engine.rollout.transformers._cache import moves_rows_alone, prompts_shar
 __all__ = ["Decoding", "close_ranks"]
 
 _DROPPED, _DROPPED_WITH_COPIES = 1 / 16, 1 / 4
-"""Share of finished samples from which on they are dropped: a cache moves a few rows, or copies all that it keeps."""
+"""Least share of finished samples at which they are dropped, by caches that move rows and by caches that copy."""
 
 
 class Decoding:
@@ -96,9 +96,7 @@ class Decoding:
 
 
 def close_ranks(alive: torch.Tensor) -> torch.Tensor:
-    """Indices of the rows that are alive, in an order that moves few: the last ones take the places of those that are
-    not.
-    """
+    """Returns the indices of the alive rows; the last of them fill the places of finished ones."""
     count = int(alive.sum())
     order = torch.arange(count, device=alive.device)
     order[~alive[:count]] = count + alive[count:].nonzero().squeeze(-1)

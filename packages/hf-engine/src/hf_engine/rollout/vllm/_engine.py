@@ -286,7 +286,7 @@ class Engine:
             BackendError: if vLLM keeps them, which requests under way would have it do.
         """
         if not self._engine.reset_prefix_cache():
-            raise BackendError("vLLM did not drop its prefix cache. Close this backend, build another")
+            raise BackendError("vLLM did not drop its prefix cache. Close this backend and build another")
 
     def _send(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         self._engine.collective_rpc("update_weights", args=({"shards": named},))

@@ -131,7 +131,9 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
             layer.training = True
     is_classifier = model.get_output_embeddings() is None  # some encoders name no layers, and are small
     if not layers and not is_classifier and (config.shard == "layer" or config.compile):
-        raise BackendError(f"{type(model).__name__} does not name its decoder layers. Use shard='root', compile=False")
+        raise BackendError(
+            f"{type(model).__name__} does not name its decoder layers. Use shard='root' and compile=False"
+        )
     if config.compile:
         _require_compiler(mesh.device_type)
         for layer in layers:
