@@ -77,7 +77,7 @@ def test_columns_of_other_rows_are_each_extended_as_they_lie() -> None:
     assert [len(row) for row in list_rows(found["response_ids"])] == [length + 1 for length in _LENGTHS]
 
 
-def test_equal_rows_in_more_values_are_extended_by_their_own_numbers() -> None:
+def test_equal_rows_in_more_values_get_their_own_numbers() -> None:
     """A column narrowed to rows that begin as the ids' do, with values after the last of them."""
     offsets = torch.tensor([0, 2, 4])
     batch = TensorDict(

@@ -177,9 +177,15 @@ def give_own_denominators(model, backend_name):
         model, topology=topology_of_all_ranks(), config=TrainConfig(learning_rate=1e-2)
     )
     rank, batch = dist.get_rank(), local_rows(4)
-    with pytest.raises(BatchError, match=r"rank 1 was given denominator=11\.0, rank 0 denominator=10\.0. Give all"):
+    with pytest.raises(
+        BatchError,
+        match=r"rank 1 was given denominator=11\.0, rank 0 denominator=10\.0; the ranks computed nothing. Give all",
+    ):
         backend.train_step(batch, negative_logprobs, 10.0 + rank)
-    with pytest.raises(BatchError, match=r"rank 1 was given temperature=2\.0, rank 0 temperature=1\.0. Give all"):
+    with pytest.raises(
+        BatchError,
+        match=r"rank 1 was given temperature=2\.0, rank 0 temperature=1\.0; the ranks computed nothing. Give all",
+    ):
         backend.compute_logprobs(batch, temperature=1.0 + rank)
     assert backend.optimizer_steps == 0
     backend.train_step(batch, negative_logprobs, 10.0)

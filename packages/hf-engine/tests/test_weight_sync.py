@@ -178,7 +178,7 @@ def mistakes_on_one_rank():
         sync.send(given, version=1) if rank < 2 else sync.receive(given)
     for problem, tensor in {
         "is on the meta device": torch.zeros(8, 4, device="meta"),
-        r"is torch.sparse_coo. Use a dense": torch.zeros(8, 4).to_sparse(),
+        "is torch.sparse_coo, not dense": torch.zeros(8, 4).to_sparse(),
         "has no memory": emptied(8, 4),
         "is expanded": torch.zeros(8, 1).expand(8, 4),
         "is expanded, or overlaps itself": torch.zeros(16).as_strided((8, 4), (1, 1)),

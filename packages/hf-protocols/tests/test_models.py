@@ -180,7 +180,7 @@ def test_a_missing_size_is_named(key: str) -> None:
 
 def test_heads_share_out_the_hidden_size_unless_theirs_is_given() -> None:
     sizes = {"model_type": "llama", **TINY, "hidden_size": 64, "num_attention_heads": 7}
-    with pytest.raises(ConfigError, match=r"hidden_size=64 does not divide by num_attention_heads=7. Use head_dim"):
+    with pytest.raises(ConfigError, match=r"hidden_size=64 does not divide by num_attention_heads=7. Set head_dim"):
         ModelShape.from_config(sizes)
     assert ModelShape.from_config({**sizes, "head_dim": 16}).head_dim == 16
 
@@ -196,7 +196,7 @@ def test_layers_of_both_kinds_are_refused(mixed: dict[str, Any]) -> None:
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be a whole number of at least 1"),
         ({"num_attention_heads": 0}, "num_attention_heads=0 must be a whole number of at least 1"),
-        ({"num_attention_heads": 128}, "does not divide by num_attention_heads=128. Use head_dim"),
+        ({"num_attention_heads": 128}, "does not divide by num_attention_heads=128. Set head_dim"),
         ({"head_dim": 0}, "head_dim=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": 0}, "num_kv_heads=0 must be a whole number of at least 1"),
         ({"num_key_value_heads": -1}, "num_kv_heads=-1 must be a whole number of at least 1"),
