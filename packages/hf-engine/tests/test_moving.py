@@ -130,10 +130,12 @@ def refuse_padding(model):
 
 
 def test_padding_that_cannot_be_freed_is_refused_before_moving(ranks1, tmp_path):
-    (told,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
-    assert told[0] == "the training backend: 'padding()' is None. Use a list of tensors"
-    assert told[1] == "the training backend: 'padding()' is 'x'. Use tensors"
-    assert re.match(r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", told[2])
+    (refused,) = ranks1.run(refuse_padding, write_tiny_model(tmp_path))
+    assert refused[0] == "the training backend: 'padding()' is None. Use a list of tensors"
+    assert refused[1] == "the training backend: 'padding()' is 'x'. Use tensors"
+    assert re.match(
+        r"the training backend: the memory of 'padding\(\)' cannot be freed, .*training_weights=", refused[2]
+    )
 
 
 def of_numpy(*shape):

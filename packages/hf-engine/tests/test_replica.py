@@ -60,8 +60,10 @@ def be_given_something_else():
             if failure is not None:
                 raise failure
 
-    told = r"^generate: of the replica \(0, 1\) the ranks \[1\] were given something else than rank 0, and share its "
-    with pytest.raises(BackendError, match=told):
+    message = (
+        r"^generate: of the replica \(0, 1\) the ranks \[1\] were given something else than rank 0, and share its "
+    )
+    with pytest.raises(BackendError, match=message):
         generate(rank)
     with pytest.raises(BackendError, match=r"^rank 1 refused: ValueError: first; generate was not done$"):
         generate(rank, ValueError("first") if rank else None)

@@ -25,7 +25,7 @@ _HIDDEN = "***"
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Facts about a run, told to a tracker when it starts."""
+    """Facts about a run, which a tracker gets when it starts."""
 
     name: str
     """Name of the run: that of its directory."""

@@ -282,8 +282,8 @@ def _to_timeout(missing: Sequence[ActorRef], method: str, deadline: Deadline, pr
     head = f"{labels} not done with {method} within {deadline.seconds:g} s: raise {deadline.key}, or look at the cause:"
 
     def describe() -> str:
-        told = describe_processes(missing, probe, _ANSWER_TIMEOUT_S)
-        return "\n".join(f"{process.label}: {text}" for process, (_, text) in zip(missing, told, strict=True))
+        described = describe_processes(missing, probe, _ANSWER_TIMEOUT_S)
+        return "\n".join(f"{process.label}: {text}" for process, (_, text) in zip(missing, described, strict=True))
 
     return WorkerTimeoutError(f"{head}\n{diagnosed(describe)}")
 

@@ -226,8 +226,8 @@ class RayExecutor(Executor):
         """Returns the activity of each rank; see `Executor.describe`."""
         _check_pool.kind("group", group, WorkerGroup, "a group of this executor")
         processes = self._actor_group_of(group).processes
-        told = describe_processes(processes, self._probe, timeout_s)
-        return {process.rank: text for process, (_, text) in zip(processes, told, strict=True)}
+        described = describe_processes(processes, self._probe, timeout_s)
+        return {process.rank: text for process, (_, text) in zip(processes, described, strict=True)}
 
     def built_on(self, pool: ResourcePool) -> list[dict[str, WorkerSpec]]:
         """Returns the roles on `pool`; see `Executor.built_on`."""

@@ -321,15 +321,15 @@ class Supervisor:
         stopped = self._cluster.resume_stopped()
 
         def describe() -> str:
-            told = describe_processes(members, self._probe, _ANSWER_TIMEOUT_S)
-            silent.extend(process for process, (answers, _) in zip(members, told, strict=True) if not answers)
+            described = describe_processes(members, self._probe, _ANSWER_TIMEOUT_S)
+            silent.extend(process for process, (answers, _) in zip(members, described, strict=True) if not answers)
             who = f"{', '.join(each.label for each in silent)} did not move. " if silent else ""
             who += "".join(f"The {name} of the cluster was stopped, as by SIGSTOP. " for name in stopped)
             unread = call.describe_unread()
             return "\n".join(
                 [
                     f"{head}: {who}{unread or f'Raise {key} if it was only slow, or look at what the ranks are at'}:",
-                    *(f"{process.label}: {text}" for process, (_, text) in zip(members, told, strict=True)),
+                    *(f"{process.label}: {text}" for process, (_, text) in zip(members, described, strict=True)),
                 ]
             )
 
@@ -373,16 +373,16 @@ class Supervisor:
 
     def _describe_late(self, call: CallState, ranks: Sequence[int]) -> str:
         everyone = [process for actor_group in self._list_actor_groups() for process in actor_group.processes]
-        told = dict(zip(everyone, describe_processes(everyone, self._probe, _ANSWER_TIMEOUT_S), strict=True))
+        described = dict(zip(everyone, describe_processes(everyone, self._probe, _ANSWER_TIMEOUT_S), strict=True))
         late = {call.actor_group.processes[rank]: rank for rank in ranks}
-        lines = [f"rank {rank}: {told[process][1]}" for process, rank in late.items() if process in told]
+        lines = [f"rank {rank}: {described[process][1]}" for process, rank in late.items() if process in described]
         # What a late rank waits for is what others are at.
         return "\n".join(
             [
                 *lines,
                 *(
                     f"{process.label}: {text}"
-                    for process, (_, text) in told.items()
+                    for process, (_, text) in described.items()
                     if process not in late and ": computing for " in text.partition("\n")[0]
                 ),
             ]
