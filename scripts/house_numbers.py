@@ -30,7 +30,7 @@ PACKAGES = ("hf-protocols", "hf-engine", "hf-mapper", "hf-controller", "hf-algor
 LONGEST_NAME = 60
 
 ONE_OF_A_SET = re.compile(
-    r"\.(recipes|training\.(fsdp|megatron)|rollout\.(server|sglang|transformers|vllm)|cpu_support|rewards|trackers|testing)"
+    r"\.(recipes|training\.(fsdp|megatron)|rollout\.(server|sglang|transformers|vllm)|rewards|trackers)"
     r"(\.|$)|cli$|command|__main__$"
 )
 """Modules that one registry, command or conformance suite imports by design: one importer is what they need."""

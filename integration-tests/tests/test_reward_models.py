@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import load_rows
-from hf_algorithms.evaluation.confidence import compute_wilson_interval
+from hf_algorithms.evaluation.statistics import compute_wilson_interval
 from hf_algorithms.preflight.inputs import load_row_sets
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training

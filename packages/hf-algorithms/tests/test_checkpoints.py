@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from hf_algorithms.checkpoints import CheckpointError, find_commits, find_last_commit
-from hf_algorithms.checkpoints.best import BestCommits
-from hf_algorithms.checkpoints.cadence import Cadence
 from hf_algorithms.checkpoints.commit import STEPS, CommittedFile, write_commit
 from hf_algorithms.checkpoints.origin import InputFile, RunOrigin, describe_origin, read_origin, write_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program, save_generators, write_program
+from hf_algorithms.checkpoints.saver import BestCommits, Cadence
 from hf_algorithms.config import parse_config
 from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import ConfigError

@@ -12,9 +12,9 @@ from starlette.testclient import TestClient
 
 from hf_algorithms import cli
 from hf_algorithms.report._health import measure_health
-from hf_algorithms.report._histogram import compute_bins
-from hf_algorithms.report._settings_diff import compare_settings
 from hf_algorithms.report.live import build_app
+from hf_algorithms.report.live._parts import compare_settings
+from hf_algorithms.report.live._sample_parts import compute_bins
 from hf_protocols import ConfigError
 
 PARTS = ("curves", "health", "samples", "sample?row=0", "compare", "gantt")

@@ -8,8 +8,12 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
-from hf_algorithms.evaluation.confidence import compute_mean_interval, compute_wilson_interval
-from hf_algorithms.evaluation.metric_summary import compute_pass_at_k, summarize_scores
+from hf_algorithms.evaluation.statistics import (
+    compute_mean_interval,
+    compute_pass_at_k,
+    compute_wilson_interval,
+    summarize_scores,
+)
 from hf_protocols import ConfigError
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms.workers._after import add_positions, find_room, split_positions
+from hf_algorithms.workers.critic import add_positions, find_room, split_positions
 
 _LENGTHS = [3, 0, 5, 1, 4]
 

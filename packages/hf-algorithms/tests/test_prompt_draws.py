@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer, load_tokenizer, select_rows
-from hf_algorithms.run.prompt_draws import PromptDraws
+from hf_algorithms.run.iteration import PromptDraws
 from hf_protocols import DataError
 
 

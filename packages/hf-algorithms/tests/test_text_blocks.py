@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hf_algorithms.data import Row, TextBlocks, TurnFormat, build_character_tokenizer, load_tokenizer
-from hf_algorithms.run.prompt_draws import PromptDraws
+from hf_algorithms.run.iteration import PromptDraws
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
 CHARACTERS = "0123456789"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import io
 import time
 
-from hf_controller.executors.ray.log_prefix import PrefixedStream
+from hf_controller.executors.ray.actor import PrefixedStream
 from hf_protocols import PerRank
 
 

@@ -15,8 +15,7 @@ import pytest
 
 import hf_engine.cpu_support
 from hf_engine.backends.versions import MEGATRON, SGLANG, VLLM, Supported
-from hf_engine.cpu_support.megatron import _REPLACED
-from hf_engine.cpu_support.megatron_functions import REPLACEMENTS
+from hf_engine.cpu_support.megatron import _REPLACED, REPLACEMENTS
 from hf_engine.cpu_support.sglang_plugins import PLATFORM
 
 STAND_INS = {

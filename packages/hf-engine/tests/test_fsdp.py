@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BertConfig, BertLMHeadModel
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import check_train_backend, gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, rows_of, select_rows
-from hf_engine.testing._state import read_whole_state
+from hf_engine.testing._oracles import read_whole_state
 from hf_protocols import BackendError, BatchError, ParallelSpec, StateError, Topology
 
 VOCAB_SIZE = 64

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import LocalRanks, check_train_backend, gather_weights, write_tiny_model
 from hf_engine.testing._cases import build_batch, reference_outputs, rows_of, select_rows
-from hf_engine.testing._state import read_whole_state
+from hf_engine.testing._oracles import read_whole_state
 from hf_protocols import BackendError, ParallelSpec, Topology
 from hf_protocols.standard import THREE_D
 

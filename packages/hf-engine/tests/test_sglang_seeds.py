@@ -4,7 +4,7 @@ import struct
 
 import torch
 
-from hf_engine.cpu_support.sglang_seeds import hash_positions
+from hf_engine.cpu_support.sglang_plugins import hash_positions
 
 
 def test_the_hash_of_seeds_and_positions_is_murmurs():

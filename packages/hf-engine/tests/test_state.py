@@ -18,7 +18,7 @@ from hf_engine import LoraConfig, StateFile, TrainConfig, list_written, load_tra
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import gather_weights, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
-from hf_engine.testing._state import read_whole_state
+from hf_engine.testing._oracles import read_whole_state
 from hf_protocols import ParallelSpec, StateError, Topology
 from hf_protocols.standard import THREE_D
 

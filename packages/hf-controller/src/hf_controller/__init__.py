@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from hf_controller.executors.recovery import rebuild
 from hf_controller.failures import Deadline, LostClusterError, RemoteCallError
-from hf_controller.groups.connection import connect
 from hf_controller.groups.resource_pool import ResourcePool, build_pools
 from hf_controller.groups.worker import Connection, Worker, WorkerContext, WorkerSpec, as_pieces
-from hf_controller.groups.worker_group import WorkerGroup
+from hf_controller.groups.worker_group import WorkerGroup, connect
 from hf_controller.local_start import LocalCheck, check_local_start, choose_store_bytes, list_local_checks
 from hf_controller.signals import Terminated
 from hf_controller.trace import Span, SubSpan, Trace

@@ -1,18 +1,20 @@
-"""Commits of a run while it goes on: states are staged between iterations, written and committed during the next."""
+"""Commits of a run while it goes on: when they are due, what they hold, and which of them are kept.
+
+States are staged between iterations, and written and committed during the next.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_algorithms.atomic_files import link_folder
-from hf_algorithms.checkpoints.best import BestCommits
-from hf_algorithms.checkpoints.cadence import Cadence
 from hf_algorithms.checkpoints.commit import (
     STEPS,
     WARM_START,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import RunConfig
     from hf_algorithms.run.directory import RunDirectory
 
-__all__ = ["Checkpoints", "SupportsSummary"]
+__all__ = ["BestCommits", "Cadence", "Checkpoints", "SupportsSummary"]
 
 _MODEL = "model"
 """Folder of a run, and of a commit that `run.keep_best` keeps, with the weights in Hugging Face's format."""
@@ -261,3 +263,102 @@ class Checkpoints:
                 f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
                 f"written: {error.strerror}. Earlier commits are whole: free some space and use --resume"
             ) from error
+
+
+_SHARE = 0.05
+"""Of the time, for `auto`."""
+_FIRST_COST_S = 1.0
+"""Expected of the first commit."""
+
+
+class Cadence:
+    """Decides after each iteration, by `run.checkpoint_every`.
+
+    Args:
+        every: iterations, 0 for never; seconds such as `"60s"`; or `"auto"`, as often as costs 5 % of the time.
+        clock: seconds that only grow.
+    """
+
+    def __init__(self, every: int | str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every = every
+        self._clock = clock
+        self._started_s = self._last_s = clock()
+        self._cost_s = _FIRST_COST_S
+        self.spent_s = 0.0
+        """Seconds for which commits have held up the run."""
+
+    def is_due(self, iteration: int, *, is_last: bool = False) -> bool:
+        """Returns True if the run commits after this iteration; after its last one it does, unless it never does."""
+        if self._every == 0:
+            return False
+        if is_last:
+            return True
+        if isinstance(self._every, int):
+            return iteration % self._every == 0
+        if self._every == "auto":
+            return self.spent_s + self._cost_s <= _SHARE * (self._clock() - self._started_s)
+        return self._clock() - self._last_s >= float(self._every.removesuffix("s"))
+
+    def note_commit(self, seconds: float) -> None:
+        """Takes for how long a commit has held up the run."""
+        self._last_s = self._clock()
+        self._cost_s = seconds
+        self.spent_s += seconds
+
+    def note_wait(self, seconds: float) -> None:
+        """Takes for how long the run has waited for a commit to be written."""
+        self._cost_s += seconds
+        self.spent_s += seconds
+
+    @property
+    def share(self) -> float:
+        """Share of the time since the start that commits have held up the run."""
+        return self.spent_s / max(self._clock() - self._started_s, 1e-9)
+
+
+class BestCommits:
+    """Scores of the commits that are kept for their score.
+
+    Args:
+        keep: how many; 0 for none.
+        lower_is_better: the metric falls as the model improves.
+    """
+
+    def __init__(self, keep: int, *, lower_is_better: bool = False) -> None:
+        self._keep = keep
+        self._sign = -1.0 if lower_is_better else 1.0
+        self._scores: dict[int, float] = {}
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """Scores by iteration, as a commit stores them."""
+        return {str(iteration): self._scores[iteration] for iteration in self.iterations}
+
+    @property
+    def iterations(self) -> list[int]:
+        """Iterations of the commits, the best first; of equal scores the earlier one."""
+        return sorted(self._scores, key=lambda each: (-self._sign * self._scores[each], each))
+
+    def restore(self, scores: Mapping[str, float], present: Collection[int]) -> None:
+        """Takes over the scores of a commit, as far as their commits are still there."""
+        known = {int(iteration): score for iteration, score in scores.items()}
+        for iteration in sorted(known.keys() & set(present)):
+            self.add(iteration, known[iteration])
+
+    def is_better(self, score: float | None) -> bool:
+        """Returns True if a commit with this score would be kept; None: the iteration was not evaluated."""
+        if self._keep == 0 or score is None or not math.isfinite(score):
+            return False
+        if len(self._scores) < self._keep:
+            return True
+        worst = self._scores[self.iterations[-1]]
+        return self._sign * score > self._sign * worst
+
+    def add(self, iteration: int, score: float | None) -> bool:
+        """Takes a commit if its score is good enough; returns True if so. The worst one makes room."""
+        if score is None or not self.is_better(score):
+            return False
+        self._scores[iteration] = score
+        for dropped in self.iterations[self._keep :]:
+            del self._scores[dropped]
+        return True

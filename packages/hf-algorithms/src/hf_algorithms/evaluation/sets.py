@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.evaluation.metric_summary import CORRECT, MetricSummary, summarize_scores
 from hf_algorithms.evaluation.responses import Response, ResponseScorer, draw_responses
+from hf_algorithms.evaluation.statistics import CORRECT, MetricSummary, summarize_scores
 from hf_protocols import RewardError
 from hf_protocols.validation import show
 

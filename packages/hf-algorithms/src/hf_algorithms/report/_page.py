@@ -1,16 +1,17 @@
-"""The page: sections in the order in which a reader asks."""
+"""The page: sections in the order in which a reader asks, the last with responses before and after the run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import zip_longest
+from typing import Any
 
 from hf_algorithms.report._decimation import decimate
 from hf_algorithms.report._files import RunFiles, describe_end
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
-from hf_algorithms.report._samples import render_samples
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
 from hf_protocols.drawing import (
     Curve,
@@ -26,7 +27,7 @@ from hf_protocols.drawing import (
     render_table,
 )
 
-__all__ = ["render_page"]
+__all__ = ["render_page", "render_samples"]
 
 _MOST_POINTS = 400
 """Of a curve: a chart is as many pixels wide."""
@@ -191,3 +192,47 @@ def _settings(run: RunFiles) -> str:
     if run.config_text.strip():
         body += f"<details open><summary>config.toml</summary><pre>{escape(run.config_text.strip())}</pre></details>"
     return render_section("Configuration and versions", "", body) if body else ""
+
+
+Sample = Mapping[str, Any]
+
+_MOMENTS = ("before", "after")
+
+
+def render_samples(samples: Mapping[str, Sequence[Sample]]) -> str:
+    """One card per prompt, with its answer and the response at each moment."""
+    pairs = zip_longest(*(samples.get(moment, ()) for moment in _MOMENTS))
+    return f'<div class="samples">{"".join(_card(pair) for pair in pairs)}</div>'
+
+
+def _card(pair: Sequence[Sample | None]) -> str:
+    known = [sample for sample in pair if sample is not None]
+    # Long texts get the width of the page, short ones share a line.
+    size = max(len(str(sample.get(name, ""))) for sample in known for name in ("prompt", "answer", "response"))
+    responses = "".join(
+        _response(moment, sample) for moment, sample in zip(_MOMENTS, pair, strict=True) if sample is not None
+    )
+    return (
+        f'<article class="{"long" if size > 60 else "short"}"><div class="task">'
+        f'<pre class="prompt">{_text(known[0], "prompt")}</pre>'
+        f"<pre><b>answer</b>{_text(known[0], 'answer')}</pre></div>"
+        f'<div class="responses">{responses}</div></article>'
+    )
+
+
+def _response(moment: str, sample: Sample) -> str:
+    score = sample.get("score")
+    mark = ""
+    if isinstance(score, (int, float)):
+        style, symbol = ("right", "&#10003;") if score >= 1 else ("wrong", "&#10007;")
+        mark = f'<span class="{style}">{symbol} {format_number(float(score))}</span>'
+    extra = sample.get("extra")
+    columns = "".join(
+        f"<pre><b>{escape(str(name))}</b> {escape(str(value))}</pre>"
+        for name, value in (extra.items() if isinstance(extra, Mapping) else ())
+    )
+    return f"<div><h4>{moment} {mark}</h4><pre>{_text(sample, 'response') or '<i>nothing</i>'}</pre>{columns}</div>"
+
+
+def _text(sample: Sample, name: str) -> str:
+    return escape(str(sample.get(name, "")))

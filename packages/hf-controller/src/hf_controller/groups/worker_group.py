@@ -46,7 +46,7 @@ from hf_protocols import (
     TransferProtocol,
     registered_methods,
 )
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from hf_controller.failure_log import FailureLog
     from hf_controller.trace import Trace
 
-__all__ = ["Dispatcher", "WorkerGroup", "build_calls", "compute_called_ranks"]
+__all__ = ["Dispatcher", "WorkerGroup", "build_calls", "compute_called_ranks", "connect"]
 
 
 class WorkerGroup:
@@ -352,3 +352,36 @@ def _refuse_nested(value: Any) -> None:
     for item in items:
         if isinstance(item, BatchFuture | CallFuture):
             raise ProtocolError(STAYS_HERE)
+
+
+_check = Checks(ProtocolError)
+
+
+def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
+    """Join the ranks of two disjoint groups in one process group, and wait until they met.
+
+    Their workers find it in `self.context.connections[name]`. When one group ends, in `rebuild` say, the other
+    leaves the connection, and its name is free; so it is after an error. Joint ranks count `first`'s ranks, then
+    `second`'s.
+
+    Args:
+        first: a group.
+        second: a group of other processes, of the same executor.
+        name: the connection's name; `"first-second"` after the roles by default.
+
+    Returns:
+        The name.
+
+    Raises:
+        ProtocolError: if the groups share processes or run in different executors, or the name is taken.
+        HybridFlowError: what went wrong on a rank.
+        WorkerTimeoutError: if the ranks do not meet in time.
+    """
+    for side, group in (("first", first), ("second", second)):
+        _check.kind(f"connect: {side}", group, WorkerGroup, "a WorkerGroup")
+    _check.kind("connect: name", name, str | None, "a string")
+    if first.executor is not second.executor:
+        raise ProtocolError(f"{first.role} and {second.role} belong to different executors. Build both with one")
+    name = name or f"{first.role}-{second.role}"
+    first.executor.connect(first, second, name)
+    return name

@@ -27,8 +27,7 @@ from hf_engine.testing._cases import (
     rows_of,
     select_rows,
 )
-from hf_engine.testing._schedules import schedule_rates
-from hf_engine.testing._state import read_whole_state
+from hf_engine.testing._oracles import read_whole_state, schedule_rates
 from hf_protocols.errors import BackendError, NonFiniteLossError
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.standard import THREE_D

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from hf_algorithms.report._files import parse_settings
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._health import HealthNumber
 from hf_algorithms.report._json_values import read_number
 from hf_algorithms.report._metric_names import choose_first, format_title
-from hf_algorithms.report._settings_diff import compare_settings, render_comparison
 from hf_algorithms.report._timeline import choose_iteration
 from hf_algorithms.report.live._run import AXES, LiveRun
 from hf_protocols.drawing import (
@@ -25,7 +26,15 @@ from hf_protocols.drawing import (
     render_table,
 )
 
-__all__ = ["render_comparison_part", "render_curves_part", "render_gantt_part", "render_health_part"]
+__all__ = [
+    "compare_settings",
+    "flatten_settings",
+    "render_comparison",
+    "render_comparison_part",
+    "render_curves_part",
+    "render_gantt_part",
+    "render_health_part",
+]
 
 _MOST_CURVES = 24
 """Drawn at once; a filter finds the others."""
@@ -176,3 +185,49 @@ def _format(value: Any, *, is_duration: bool = False) -> str | None:
 
 def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
+
+
+def flatten_settings(text: str) -> dict[str, str]:
+    """Returns `section.key` and value of a TOML text; empty where it cannot be read."""
+    return dict(_flatten("", parse_settings(text)))
+
+
+def _flatten(prefix: str, body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for name, value in body.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            found += _flatten(f"{key}.", value)
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for number, each in enumerate(value):
+                found += _flatten(f"{key}[{number}].", each)
+        else:
+            found.append((key, json.dumps(value, ensure_ascii=False, default=str)))
+    return found
+
+
+def compare_settings(texts: Sequence[str]) -> dict[str, list[str | None]]:
+    """Returns the keys whose values differ between the texts; None where a text lacks the key."""
+    settings = [flatten_settings(text) for text in texts]
+    keys = dict.fromkeys(key for each in settings for key in each)
+    rows = {key: [each.get(key) for each in settings] for key in keys}
+    return {key: values for key, values in rows.items() if len(set(values)) > 1}
+
+
+def render_comparison(rows: Mapping[str, Sequence[str | None]], names: Sequence[str], colours: Sequence[int]) -> str:
+    """Returns a table with a column for each run.
+
+    Args:
+        rows: by what they compare.
+        names: of the runs.
+        colours: of the runs' lines.
+    """
+    heads = [
+        Markup(f'<span class="c{colour}"><i></i>{escape(name)}</span>')
+        for name, colour in zip(names, colours, strict=True)
+    ]
+    cells = [
+        (Markup(f"<code>{escape(key)}</code>"), *("" if value is None else value for value in values))
+        for key, values in rows.items()
+    ]
+    return f'<div class="scroll">{render_table(("", *heads), cells, style="compare")}</div>'

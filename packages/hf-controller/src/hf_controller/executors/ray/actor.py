@@ -7,15 +7,14 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import ray
 from ray import cloudpickle
 
 from hf_controller.executors.ray.actor_ref import Location, find_location, own_origin
-from hf_controller.executors.ray.log_prefix import attribute_streams
 from hf_controller.executors.ray.store import RankStore
 from hf_controller.executors.ray.wire import CallServer
 from hf_controller.failures import Failure
@@ -33,7 +32,7 @@ from hf_controller.groups.worker import Connection, Worker, WorkerContext, Worke
 if TYPE_CHECKING:
     from hf_controller.data.transport import SliceReply, SliceRequest
 
-__all__ = ["Construction", "Joining", "RankActor", "Slicer"]
+__all__ = ["Construction", "Joining", "PrefixedStream", "RankActor", "Slicer", "attribute_streams"]
 
 
 class Slicer:
@@ -283,3 +282,42 @@ def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
 
     value = ray.get(arrays[0])
     return take_slices(value[1] if isinstance(value, tuple) else value, request)
+
+
+class PrefixedStream:
+    """A text stream that writes whole lines to `target`, each with a label in front.
+
+    Args:
+        target: where lines go.
+        label: answers the label of the moment, such as `"actor/0"`.
+    """
+
+    def __init__(self, target: TextIO, label: Callable[[], str]) -> None:
+        self._target = target
+        self._label = label
+        self._lock = threading.Lock()
+        self._unfinished = ""
+
+    def write(self, text: str) -> int:
+        """Keep `text` until its line ends, then write the line at once."""
+        with self._lock:
+            *lines, self._unfinished = (self._unfinished + text).split("\n")
+            if lines:
+                label = self._label()
+                self._target.write("".join(f"[{label}] {line}\n" for line in lines))
+                self._target.flush()
+        return len(text)
+
+    def flush(self) -> None:
+        """Pass on what is complete; an unfinished line waits for its end."""
+        self._target.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+
+def attribute_streams(label: Callable[[], str]) -> None:
+    """Send this process's standard output and error, labelled, to standard error."""
+    target = sys.stderr
+    sys.stdout = PrefixedStream(target, label)
+    sys.stderr = PrefixedStream(target, label)
