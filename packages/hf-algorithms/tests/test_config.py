@@ -218,7 +218,7 @@ LOCAL, FAR = "http://127.0.0.1:1", "http://far.example:1"
         ("transformers", {"cache_fraction": 2}, "cache_fraction=2. Use a share of the memory above 0 and below 1"),
         ("server", {}, r"urls=\(\). Use a list of 1 or more URLs"),
         ("server", {"urls": []}, r"urls=\[\]. Use a list of 1 or more URLs"),
-        ("server", {"urls": [LOCAL, "localhost"]}, "urls: 'localhost' is not a URL; set it to one such as"),
+        ("server", {"urls": [LOCAL, "localhost"]}, "urls: 'localhost' is not a URL. Set it to one such as"),
         ("server", {"urls": [LOCAL], "timeout_s": 0}, "timeout_s=0 must be a finite number above 0"),
         ("server", {"urls": [LOCAL], "connect_timeout_s": -1}, "connect_timeout_s=-1 must be a finite number"),
         ("server", {"urls": [LOCAL, FAR]}, f"the server at {FAR} may be on .* Use rollout.options.weights_directory"),
@@ -323,7 +323,7 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ),
         (
             {**MINIMAL, "rollout": {"batch_size": 1 << 11, "samples_per_prompt": 513}},
-            r"^rollout\.samples_per_prompt = 513: with rollout\.batch_size = 2048 .* 1048576 samples; lower either$",
+            r"^rollout\.samples_per_prompt = 513: with rollout\.batch_size = 2048 .* 1048576 samples. Lower either$",
         ),
         (
             {**MINIMAL, "training": {"micro_batch_tokens": HUGE}},

@@ -186,7 +186,7 @@ def test_a_model_with_fewer_logits_than_ids_is_refused(rows: str, tmp_path: Path
     ("file", "content", "reason"),
     [
         ("config.json", {"dtype": "bfloat17"}, "has dtype='bfloat17' in its config.json, which no weights have"),
-        ("config.json", {"num_hidden_layers": 2.5}, "has num_hidden_layers=2.5 in its config.json; give a whole"),
+        ("config.json", {"num_hidden_layers": 2.5}, "has num_hidden_layers=2.5 in its config.json. Use a whole"),
         ("generation_config.json", {"eos_token_id": "x"}, "generation_config.json has eos_token_id='x'. Use a token"),
     ],
 )

@@ -222,7 +222,7 @@ def test_a_part_of_a_group_counts_its_part() -> None:
 
 
 def test_aggregations_refuse_what_has_no_meaning() -> None:
-    with pytest.raises(ConfigError, match="aggregation='mean': is not a known mode"):
+    with pytest.raises(ConfigError, match="aggregation='mean' is not one of"):
         Aggregation(mode="mean")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="loss_denominator=None"):
         Aggregation(mode="constant")

@@ -78,7 +78,7 @@ def test_a_directory_that_cannot_be_made_is_refused_at_once(tmp_path: Path, name
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc here")
 def test_a_file_system_without_new_files_is_refused_at_once() -> None:
     """Also for root, to whom the permissions of /proc allow it."""
-    message = r"^run\.output_dir='/proc/runs/one' cannot be written: .*; choose another directory$"
+    message = r"^run\.output_dir='/proc/runs/one' cannot be written: .*. Choose another directory$"
     with pytest.raises(ConfigError, match=message):
         RunDirectory(Path("/proc/runs/one"))
 

@@ -80,7 +80,7 @@ def test_one_call_serves_all_ranks_unless_each_has_its_own_item():
 def test_a_future_does_not_travel_inside_a_container(container):
     with InProcessExecutor() as executor:
         future = executor.put(TensorDict({"x": torch.zeros(2)}, batch_size=[2]))
-        with pytest.raises(ProtocolError, match="take it out of the list"):
+        with pytest.raises(ProtocolError, match="Take it out of the list"):
             build_calls(call(container(future)), spec_of(DP), (0,), executor.put)
 
 

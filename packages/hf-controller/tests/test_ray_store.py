@@ -155,7 +155,7 @@ def test_a_write_reaches_all_readers_and_torchs_own_is_an_error(sharers, how, wi
     seen_before = made.result()["x"]
     written = readers.write(made, 1, how)
     if how == "torch":
-        with pytest.raises(BatchError, match=r"^readers\.write wrote in place into x, .* damaged for everybody: clone"):
+        with pytest.raises(BatchError, match=r"^readers\.write wrote in place into x, .* damaged for everybody. Clone"):
             written.result()
     else:
         written.result()

@@ -22,7 +22,7 @@ def test_a_machine_has_slots(slots):
 
 
 def test_the_kind_of_device_is_known():
-    with pytest.raises(PoolError, match=r"device='tpu'. Use one of cuda, cpu"):
+    with pytest.raises(PoolError, match=r"device='tpu' is not one of 'cuda', 'cpu'"):
         ResourcePool([1], device="tpu")
 
 

@@ -89,8 +89,8 @@ def test_wrong_kinds_are_named(make, shapes, ranks, message):
         ({"boxes": {-1: {}}}, "a rank=-1 must be"),
         ({"boxes": {0: "w"}}, "rank 0 holds 'w'. Use a mapping from names to tuples of Box"),
         ({"boxes": {0: {"w": [0]}}}, r"rank 0: boxes of 'w'=\[0\]. Use a tuple of Box"),
-        ({"boxes": {}, "dtype": None}, "dtype=None. Use one of"),
-        ({"boxes": {}, "dtype": []}, r"dtype=\[\]. Use one of"),
+        ({"boxes": {}, "dtype": None}, "dtype=None is not one of"),
+        ({"boxes": {}, "dtype": []}, r"dtype=\[\] is not one of"),
     ],
 )
 def test_wrong_kinds_in_a_layout_are_named(given, message):

@@ -378,7 +378,7 @@ def test_end_tokens_outside_the_vocabulary_are_left_out(tmp_path):
 @pytest.mark.parametrize(("key", "value"), [("attention_dropout", 2.0), ("attention_dropout", "x"), ("dropout", True)])
 def test_dropout_that_is_not_a_share_is_refused(model, key, value):
     change(model, **{key: value})
-    assert refusal(model).endswith(f"has {key}={value!r} in its config.json; give a number from 0 to 1")
+    assert refusal(model).endswith(f"has {key}={value!r} in its config.json. Use a number from 0 to 1")
 
 
 def test_home_is_expanded(model, monkeypatch):

@@ -203,7 +203,7 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
         (
             {"intermediate_size": 25},
             {"tp_size": 2},
-            "25 elements do not divide evenly by tp_size=2 in training; choose a tp_size",
+            "25 elements do not divide evenly by tp_size=2 in training. Choose a tp_size",
         ),
         (
             {},
@@ -229,11 +229,11 @@ def test_generation_needs_its_topology_and_evenly_divided_heads():
         generation_layout(FAMILIES["llama"], Topology(ParallelSpec()))
     odd = ModelShape(name="odd", **{**BASE, "num_heads": 12, "num_kv_heads": 3})
     with pytest.raises(
-        ReshardError, match="3 heads do not divide evenly by gen_tp_size=2 in generation; choose a gen_tp"
+        ReshardError, match=r"3 heads do not divide evenly by gen_tp_size=2 in generation. Choose a gen_tp"
     ):
         generation_layout(odd, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))
     with pytest.raises(
-        ReshardError, match="gen_tp_size=4 is not a multiple of num_kv_heads=3 in generation; choose a gen_tp"
+        ReshardError, match=r"gen_tp_size=4 is not a multiple of num_kv_heads=3 in generation. Choose a gen_tp"
     ):
         generation_layout(odd, Topology(ParallelSpec(dp_size=4), GenerationSpec(gen_tp_size=4)))
     with pytest.raises(ReshardError, match="4 layers cannot fill gen_pp_size=5 pipeline stages in generation"):
@@ -258,7 +258,7 @@ def test_generation_needs_its_topology_and_evenly_divided_heads():
         ({"layers_per_stage": "4"}, "layers_per_stage='4'. Use a list of whole numbers"),
         ({"layers_per_stage": [4.0]}, r"layers_per_stage=\[4.0\]. Use a list of whole numbers"),
         ({"layers_per_stage": [[4]]}, r"layers_per_stage=\[\[4\]\]. Use a list of whole numbers"),
-        ({"dtype": "float8"}, "dtype 'float8' is not one of"),
+        ({"dtype": "float8"}, "dtype='float8' is not one of"),
     ],
 )
 def test_what_no_layout_can_be_made_of_is_named(make, given, message):

@@ -131,7 +131,7 @@ def test_sampling_parameters_of_another_kind_are_refused():
 def test_more_samples_than_the_machine_holds_are_refused(machine_of, sampling, positions):
     machine_of(4096 << 28)
     wanted = f"2 prompts x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about"
-    with pytest.raises(BackendError, match=rf"{wanted} \d+ bytes, this machine has 1099511627776; lower n or"):
+    with pytest.raises(BackendError, match=rf"{wanted} \d+ bytes, this machine has 1099511627776. Lower n or"):
         read_prompts(batch_of([[3], [3]], torch.arange(2)), sampling, vocab_size=64, positions=positions, ends=())
 
 

@@ -71,5 +71,5 @@ def test_an_engine_in_bfloat16_generates_from_float32_masters(ranks1, name, opti
 
 
 def test_a_dtype_that_no_engine_has_is_refused():
-    with pytest.raises(BackendError, match=r"dtype='bf16'. Use one of 'float32', 'bfloat16', 'float16'"):
+    with pytest.raises(BackendError, match=r"dtype='bf16' is not one of 'float32', 'bfloat16', 'float16'"):
         load_rollout_backend("transformers").build(Path("absent"), topology=ONE, dtype="bf16")

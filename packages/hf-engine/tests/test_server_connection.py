@@ -68,7 +68,7 @@ def free_url():
 )
 def test_what_is_no_url_is_refused(url):
     with pytest.raises(
-        BackendError, match=r"rollout.options.urls: '.*' is not a URL; set it to one such as 'http://127.0.0.1"
+        BackendError, match=r"rollout.options.urls: '.*' is not a URL. Set it to one such as 'http://127.0.0.1"
     ):
         connect(url)
 
@@ -293,7 +293,7 @@ def test_malformed_answers_are_one_typed_error_on_all_ranks(ranks2, tmp_path, ki
 def refuse_tensor_parallel(model):
     topology = Topology(ParallelSpec(tp_size=2), GenerationSpec(gen_tp_size=2))
     with pytest.raises(
-        BackendError, match=r"gen_tp_size=2 are not supported; set both to 1, and start the server with"
+        BackendError, match=r"gen_tp_size=2 are not supported. Set both to 1, and start the server with"
     ):
         build(model, ["http://127.0.0.1:1"], topology)
 

@@ -135,7 +135,7 @@ def train_and_generate(backend, topology, train_model, rollout, directory):
 
 
 def refuse_on_two(model):
-    with pytest.raises(BackendError, match="gen_pp_size=2 is not supported; set it to 1 and raise gen_tp_size"):
+    with pytest.raises(BackendError, match=r"gen_pp_size=2 is not supported. Set it to 1 and raise gen_tp_size"):
         build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
     uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)

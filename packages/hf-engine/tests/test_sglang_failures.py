@@ -77,9 +77,9 @@ def refuse(models, directory):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"absent': no such directory"):
         build(models["tied"] / "absent", ONE)
-    with pytest.raises(BackendError, match="max_positions=49 is above the model's 48 positions; lower it"):
+    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower it"):
         build(models["tied"], ONE, max_positions=49)
-    with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*; raise it"):
+    with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*. Raise it"):
         build(models["tied"], ONE, cache_bytes=600)
     lacking = write_tiny_model(directory / "lacking")
     weights = load_file(lacking / "model.safetensors")
@@ -107,7 +107,7 @@ def use_wrongly(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "_cache_tokens", 13)
         with pytest.raises(
-            BackendError, match=r"row \d needs \d+ tokens .* cache holds 7 tokens; raise cache_bytes or"
+            BackendError, match=r"row \d needs \d+ tokens .* cache holds 7 tokens. Raise cache_bytes or"
         ):
             backend.generate(prompts, GREEDY)
     weights = {name: [torch.full(shape, torch.nan)] for name, shape in backend.weight_layout().shapes.items()}
@@ -148,7 +148,7 @@ def lose_the_engine(model, victim):
     children = psutil.Process(pid).children(recursive=True)
     target = pid if victim == "server" else next(p.pid for p in children if "scheduler" in " ".join(p.cmdline()))
     threading.Timer(0.3, os.kill, (target, signal.SIGKILL)).start()
-    with pytest.raises(BackendError, match=r"process ended in 'generate' \(.*\): .*; build the backend again"):
+    with pytest.raises(BackendError, match=r"process ended in 'generate' \(.*\): .*. Build the backend again"):
         generate_without_end(backend)
     with pytest.raises(BackendError, match="build the backend again"):
         backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)

@@ -72,16 +72,16 @@ def test_a_request_that_fails_leaves_the_process():
     process.close()
     process.close()
     assert is_gone(pid) and not directory.exists()
-    with pytest.raises(BackendError, match="the SGLang engine has ended; build the backend again"):
+    with pytest.raises(BackendError, match=r"the SGLang engine has ended. Build the backend again"):
         process.call("flush", timeout_s=30)
 
 
 def test_a_killed_process_is_one_typed_error():
     process = start()
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises(BackendError, match=r"ended in 'flush' \(signal 9\): it left no message; build the backend"):
+    with pytest.raises(BackendError, match=r"ended in 'flush' \(signal 9\): it left no message. Build the backend"):
         process.call("flush", timeout_s=30)
-    with pytest.raises(BackendError, match=r"engine has ended \(in 'flush', signal 9\); build the backend again"):
+    with pytest.raises(BackendError, match=r"engine has ended \(in 'flush', signal 9\). Build the backend again"):
         process.call("flush", timeout_s=30)
 
 
@@ -109,7 +109,7 @@ def test_an_interrupted_request_ends_the_process_of_its_engine():
     finally:
         signal.signal(signal.SIGINT, before)
     assert is_gone(pid)
-    with pytest.raises(BackendError, match=r"engine has ended \('flush' was interrupted\); build the backend again"):
+    with pytest.raises(BackendError, match=r"engine has ended \('flush' was interrupted\). Build the backend again"):
         process.call("flush", timeout_s=30)
 
 

@@ -22,7 +22,7 @@ def test_tensors_of_one_other_dtype_are_one_line(built, given):
         check_weights(layout, 0, tensors(getattr(torch, given)), "source")
     assert str(refused.value) == (
         f"the source tensors of rank 0 do not match the layout: all 26 are {given}, but the layout was built for "
-        f"{built}; pass dtype='{given}' to the function that built it, such as fsdp_layout(), or convert the tensors"
+        f"{built}. Pass dtype='{given}' to the function that built it, such as fsdp_layout(), or convert the tensors"
     )
     check_weights(fsdp_layout(SHAPES, range(2), dtype=given), 0, tensors(getattr(torch, given)), "source")
 
@@ -70,7 +70,7 @@ def test_checks_of_files_and_memory_are_summed_up_as_well():
 
 def test_a_replicated_layout_names_the_same_argument():
     layout = replicated_layout({"a": (2,)}, [0])
-    with pytest.raises(ReshardError, match=r"all 1 are bfloat16, .*; pass dtype='bfloat16' to the function"):
+    with pytest.raises(ReshardError, match=r"all 1 are bfloat16, .*. Pass dtype='bfloat16' to the function"):
         check_weights(layout, 0, {"a": torch.zeros(2, dtype=torch.bfloat16)}, "target")
 
 

@@ -325,19 +325,19 @@ def test_wrong_kinds_are_named():
     for given, message in (
         (("llama-2-7b", topology), "model='llama-2-7b'. Use a ModelShape, such as ModelShape.preset"),
         ((UNIFORM, "1-2-1"), "topology='1-2-1'. Use a Topology"),
-        ((UNIFORM, topology, ["hybridflow"]), r"method=\['hybridflow'\]. Use one of hybridflow"),
+        ((UNIFORM, topology, ["hybridflow"]), r"method=\['hybridflow'\] is not one of 'hybridflow'"),
     ):
         with pytest.raises(ReshardError, match=message):
             plan_transition(*given)
     for given, message in (
         ({"ranks_per_machine": 0}, "ranks_per_machine=0 must be a whole number of at least 1"),
         ({"ranks_per_machine": 8.0}, "ranks_per_machine=8.0 must be"),
-        ({"dtype_bytes": [2]}, r"dtype_bytes=\[2\]. Use one of 2, 4, 8"),
-        ({"sharding": "fsdq"}, "sharding='fsdq'. Use one of megatron, fsdp"),
+        ({"dtype_bytes": [2]}, r"dtype_bytes=\[2\] is not one of 2, 4, 8"),
+        ({"sharding": "fsdq"}, "sharding='fsdq' is not one of 'megatron', 'fsdp'"),
     ):
         with pytest.raises(ReshardError, match=message):
             plan_transition(UNIFORM, topology, **given)
-    with pytest.raises(ReshardError, match=r"sharding='fsdq'. Use one of"):
+    with pytest.raises(ReshardError, match=r"sharding='fsdq' is not one of"):
         training_layout(UNIFORM, topology, "fsdq")
     for layout in (megatron_layout, generation_layout):
         with pytest.raises(ReshardError, match=r"model=None. Use a ModelShape"):

@@ -79,7 +79,7 @@ def refuse(models, directory):
     unknown = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     with pytest.raises(BackendError, match=r"its files hold 'transformer.*' in other parts .* 'transformers'"):
         build(change_config(models["tied"], "gpt2", **unknown), one)
-    with pytest.raises(BackendError, match=r"48 positions needs 24576 bytes .* above cache_bytes=24575; raise it"):
+    with pytest.raises(BackendError, match=r"48 positions needs 24576 bytes .* above cache_bytes=24575. Raise it"):
         build(models["tied"], one, cache_bytes=24_575)
     # vLLM's blocks have more tokens than the model positions.
     with pytest.raises(BackendError, match=r"vLLM did not start .* cache_bytes=30000 \(raise it if .*: "):
@@ -90,7 +90,7 @@ def refuse(models, directory):
         odd = change_config(models["tied"], f"odd-{next(iter(entries))}", **entries)
         with pytest.raises(BackendError, match=r"odd.*': (has \w+=|config.json: |its parameters have no known layout)"):
             build(odd, one)
-    with pytest.raises(BackendError, match="max_positions=49 is above the model's 48 positions; lower it"):
+    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower it"):
         build(models["tied"], one, max_positions=49)
     damaged = change_config(models["tied"], "damaged")
     (file,) = damaged.glob("*.safetensors")
@@ -114,7 +114,7 @@ def change_config(model, name, **entries):
 
 
 def refuse_stages(model):
-    with pytest.raises(BackendError, match="gen_pp_size=2 is not supported; set it to 1 and raise gen_tp_size"):
+    with pytest.raises(BackendError, match=r"gen_pp_size=2 is not supported. Set it to 1 and raise gen_tp_size"):
         build(model, Topology(ParallelSpec(pp_size=2), GenerationSpec(gen_pp_size=2)))
     heads = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 96}
     uneven = write_tiny_model(model.parent / f"uneven-{dist.get_rank()}", **heads)
@@ -193,7 +193,7 @@ def use_wrongly(models):
     with pytest.raises(NonFiniteLossError, match="row 0 are not finite at weight version 4"):
         backend.generate(prompts, GREEDY)
     backend.release()
-    with pytest.raises(BackendError, match="the KV cache was released; resume before generating"):
+    with pytest.raises(BackendError, match=r"the KV cache was released. Resume before generating"):
         backend.generate(prompts, GREEDY)
     backend.resume()
     prompts["prompt_ids"].values()[-1] = VOCAB_SIZE

@@ -90,8 +90,8 @@ def test_an_overriding_method_registers_itself() -> None:
     ("given", "message"),
     [
         ({"protocol": "DP_PROTO"}, "protocol='DP_PROTO' is not a TransferProtocol"),
-        ({"protocol": DP, "rows": "twice"}, "rows='twice'. Use one of same, times, unknown"),
-        ({"protocol": DP, "returns": "list"}, "returns='list'. Use one of batch, metrics, object"),
+        ({"protocol": DP, "rows": "twice"}, "rows='twice' is not one of 'same', 'times', 'unknown'"),
+        ({"protocol": DP, "returns": "list"}, "returns='list' is not one of 'batch', 'metrics', 'object'"),
         ({"protocol": DP, "reads": "values"}, r"reads='values' is one string. Use a list .*\['values'\]"),
         ({"protocol": DP, "writes": "values"}, "writes='values' is one string"),
         ({"protocol": DP, "reads": 3}, "^reads=3. Use a list of column names$"),
@@ -112,7 +112,9 @@ def test_a_method_says_what_kind_of_work_it_is() -> None:
     spec = method_spec(update)
     assert spec is not None
     assert spec.kind == "training"
-    with pytest.raises(ProtocolError, match=r"kind='forward'. Use one of generation, inference, training, function"):
+    with pytest.raises(
+        ProtocolError, match=r"kind='forward' is not one of 'generation', 'inference', 'training', 'function'"
+    ):
         register(protocol=DP, kind="forward")
 
 

@@ -160,11 +160,11 @@ def test_replicas_must_divide_the_ranks() -> None:
 
 
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(TopologyError, match=r"order='row'. Use one of megatron, contiguous"):
+    with pytest.raises(TopologyError, match=r"order='row' is not one of 'megatron', 'contiguous'"):
         Topology(ParallelSpec(), order="row")
-    with pytest.raises(TopologyError, match=r"grouping='flow'. Use one of hybridflow, vanilla"):
+    with pytest.raises(TopologyError, match=r"grouping='flow' is not one of 'hybridflow', 'vanilla'"):
         Topology(ParallelSpec(), grouping="flow")
-    with pytest.raises(TopologyError, match=r"axis 'sp' is unknown\. Use one of tp, pp"):
+    with pytest.raises(TopologyError, match=r"axis='sp' is not one of 'tp', 'pp'"):
         Topology(ParallelSpec()).groups("sp")
 
 

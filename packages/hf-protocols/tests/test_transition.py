@@ -84,7 +84,7 @@ def test_sizes_that_do_not_nest_have_no_formula() -> None:
 
 
 def test_an_unknown_method_is_refused() -> None:
-    with pytest.raises(TopologyError, match=r"method='nccl'. Use one of hybridflow, hybridflow-v, ds-chat"):
+    with pytest.raises(TopologyError, match=r"method='nccl' is not one of 'hybridflow', 'hybridflow-v', 'ds-chat'"):
         compute_transition_cost(1.0, layout("1-2-1", "1-1"), "nccl")
 
 

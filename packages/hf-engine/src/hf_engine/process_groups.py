@@ -105,8 +105,8 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
         raise TopologyError("there is no process group. Call torch.distributed.init_process_group first")
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
-            f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "
-            "start as many processes as the topology names"
+            f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}. "
+            "Start as many processes as the topology names"
         )
     # torch would give a new group half an hour, even if the caller chose another timeout for the default one.
     timeout = default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
@@ -179,7 +179,7 @@ def local_device() -> torch.device:
     if not text.isdecimal() or int(text) >= count:
         raise TopologyError(
             f"LOCAL_RANK={show(text)}: torchrun sets it to the rank's number on its machine, which has {count} CUDA "
-            "devices; start no more ranks on a machine, and show them no fewer in CUDA_VISIBLE_DEVICES"
+            "devices. Start no more ranks on a machine, and show them no fewer in CUDA_VISIBLE_DEVICES"
         )
     device = torch.device("cuda", int(text))
     torch.cuda.set_device(device)
@@ -195,9 +195,8 @@ def local_world_size(world_size: int) -> int:
     text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
     if not text.isdecimal() or int(text) < 1:
         raise TopologyError(
-            f"LOCAL_WORLD_SIZE={show(text)}: torchrun sets it to the number of ranks on a machine; give a whole "
-            "number of "
-            "at least 1, or unset it where all ranks are on one"
+            f"LOCAL_WORLD_SIZE={show(text)}: torchrun sets it to the number of ranks on a machine. Use a whole number "
+            "of at least 1, or unset it where all ranks are on one"
         )
     return int(text)
 

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from hf_protocols import ConfigError, ModelShape
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["AdapterSpec", "count_adapter_parameters"]
+
+_check = Checks(ConfigError)
 
 _SENDS = Literal["both", "adapters", "merged"]
 _LAYER = re.compile(r"\.\d+\.")
@@ -35,9 +37,7 @@ class AdapterSpec:
     def __post_init__(self) -> None:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"adapters: rank={show(self.rank)} must be a whole number of at least 1")
-        if self.sends not in get_args(_SENDS):
-            words = ", ".join(get_args(_SENDS))
-            raise ConfigError(f"adapters: sends={show(self.sends)} is unknown. Use one of {words}")
+        _check.one_of("adapters: sends", self.sends, get_args(_SENDS))
         object.__setattr__(self, "targets", tuple(self.targets))
 
 

@@ -94,12 +94,9 @@ def register(
     """
     if not isinstance(protocol, TransferProtocol):
         raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol. Use one of hf_protocols or your own")
-    if rows not in get_args(Rows):
-        raise ProtocolError(f"rows={show(rows)}. Use one of {', '.join(get_args(Rows))}")
-    if returns not in get_args(Returns):
-        raise ProtocolError(f"returns={show(returns)}. Use one of {', '.join(get_args(Returns))}")
-    if kind not in get_args(CallKind):
-        raise ProtocolError(f"kind={show(kind)}. Use one of {', '.join(get_args(CallKind))}")
+    _check.one_of("rows", rows, get_args(Rows))
+    _check.one_of("returns", returns, get_args(Returns))
+    _check.one_of("kind", kind, get_args(CallKind))
     if writes is FROM_ARGUMENT and returns != "batch":
         raise ProtocolError(
             f"writes=FROM_ARGUMENT: returns={show(returns)} has no columns. Leave writes out, or give returns='batch'"

@@ -153,8 +153,8 @@ def split_rows(
         raise BatchError(f"{show(num_chunks)} {what} are more than {_MOST_CHUNKS}. Use fewer")
     if num_rows < num_chunks:
         raise BatchError(
-            f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row; "
-            f"give a batch of at least {num_chunks} rows, or fewer {what}"
+            f"{num_rows} rows cannot be shared by {num_chunks} {what}: each needs at least one row. "
+            f"Use a batch of at least {num_chunks} rows, or fewer {what}"
         )
     if weights is not None:
         _check.weights(weights, num_rows)

@@ -148,10 +148,8 @@ class Topology:
         _check.kind("train", self.train, ParallelSpec, 'a ParallelSpec, such as ParallelSpec.parse("1-8-2")')
         wanted = 'a GenerationSpec, such as GenerationSpec.parse("1-2"), or None'
         _check.kind("generation", self.generation, GenerationSpec | None, wanted)
-        if self.order not in get_args(Order):
-            raise TopologyError(f"order={show(self.order)}. Use one of {', '.join(get_args(Order))}")
-        if self.grouping not in get_args(Grouping):
-            raise TopologyError(f"grouping={show(self.grouping)}. Use one of {', '.join(get_args(Grouping))}")
+        _check.one_of("order", self.order, get_args(Order))
+        _check.one_of("grouping", self.grouping, get_args(Grouping))
         if self.generation and self.world_size % self.generation.replica_size:
             gen = self.generation
             raise TopologyError(
@@ -217,7 +215,7 @@ class Topology:
             TopologyError: for an unknown axis, or a generation axis of a topology without generation.
         """
         if axis not in get_args(Axis):
-            raise TopologyError(f"axis {show(axis)} is unknown. Use one of {', '.join(get_args(Axis))}")
+            raise TopologyError(f"axis={show(axis)} is not one of {', '.join(map(show, get_args(Axis)))}")
         if axis in _GENERATION_AXES and self.generation is None:
             raise _without_generation()
         if axis not in self._groups_by_axis:

@@ -51,8 +51,7 @@ def compute_transition_cost(
     _check.kind("topology", topology, Topology, "a Topology with a generation layout")
     if isinstance(parameter_bytes, bool) or not isinstance(parameter_bytes, Real) or not 0 <= parameter_bytes < inf:
         raise TopologyError(f"parameter_bytes={show(parameter_bytes)}. Use the bytes of the whole model, such as 14e9")
-    if method not in get_args(Method):
-        raise TopologyError(f"method={show(method)}. Use one of {', '.join(get_args(Method))}")
+    _check.one_of("method", method, get_args(Method))
     if topology.generation is None or not topology.is_nested:
         raise TopologyError(
             "Table 2 holds for generation sizes that nest in the training sizes. Use gen_pp_size "

@@ -18,6 +18,7 @@ from hf_protocols.errors import HybridFlowError
 __all__ = ["Checks", "are_whole", "describe_names", "shorten", "shorten_list", "show"]
 
 _Kind = TypeVar("_Kind")
+_Known = TypeVar("_Known")
 _Item = TypeVar("_Item")
 
 _MOST_SHOWN = 80
@@ -93,6 +94,14 @@ class Checks:
         """Refuses a value that is not a non-empty string."""
         if not isinstance(value, str) or not value:
             raise self._error(f"{name}={show(value)}. Use a name")
+
+    def one_of(self, name: str, value: object, known: Iterable[_Known]) -> _Known:
+        """Returns the value, or refuses one that is not among those `known`, by type too: True is not 1."""
+        known = tuple(known)
+        for each in known:
+            if type(value) is type(each) and value == each:
+                return each
+        raise self._error(f"{name}={show(value)} is not one of {', '.join(map(show, known))}")
 
     def count(self, name: str, value: object, *, least: int = 1) -> None:
         """Refuses a value that is not an int of at least `least`; bools and floats are refused."""

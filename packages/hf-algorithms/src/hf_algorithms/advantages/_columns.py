@@ -10,7 +10,7 @@ import torch
 from hf_protocols.errors import BatchError, ConfigError
 from hf_protocols.validation import Checks, describe_names, show
 
-__all__ = ["check_bound", "check_choice", "check_ddof", "check_finite", "check_share", "read_columns", "split_groups"]
+__all__ = ["check_bound", "check_ddof", "check_finite", "check_share", "read_columns", "split_groups"]
 
 _check = Checks(ConfigError)
 
@@ -83,13 +83,6 @@ def split_groups(group_id: torch.Tensor) -> list[torch.Tensor]:
         return []
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
     return list(torch.split(torch.argsort(inverse, stable=True), counts.tolist()))
-
-
-def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """Refuse a `value` that is not among the `choices`."""
-    if value not in choices:
-        known = ", ".join(show(choice) for choice in choices)
-        raise ConfigError(f"{name}={show(value)} is not one of {known}. Choose one of them.")
 
 
 def check_share(name: str, value: object) -> None:

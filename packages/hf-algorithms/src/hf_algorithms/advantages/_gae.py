@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, get_args
 
 import torch
 
-from hf_algorithms.advantages._columns import check_bound, check_choice, check_ddof, check_share, read_columns
+from hf_algorithms.advantages._columns import check_bound, check_ddof, check_share, read_columns
 from hf_algorithms.advantages._returns import (
     KLEstimator,
     compute_gae,
@@ -20,9 +20,11 @@ from hf_algorithms.advantages._returns import (
 )
 from hf_algorithms.advantages.shaping import TRUNCATED, clip_scores, subtract_missing_eos
 from hf_protocols.errors import BatchError, ConfigError
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["GAE", "LagrangianAdvantage"]
+
+_check = Checks(ConfigError)
 
 Bootstrap = Literal["zero", "value"]
 RewardPosition = Literal["last", "after"]
@@ -74,7 +76,7 @@ class GAE:
         check_bound("whiten_eps", self.whiten_eps)
         check_bound("reward_clip", self.reward_clip, may_be_zero=False, may_be_none=True)
         check_bound("missing_eos_penalty", self.missing_eos_penalty, may_be_none=True)
-        check_choice("reward_position", self.reward_position, get_args(RewardPosition))
+        _check.one_of("reward_position", self.reward_position, get_args(RewardPosition))
         if self.reward_position == "after" and self.bootstrap == "value":
             rule = "the value after the last token is where the score stands"
             raise ConfigError(f"bootstrap={show(self.bootstrap)}: with reward_position='after' {rule}. Give 'zero'.")
@@ -224,8 +226,8 @@ def _check_critic_options(estimator: GAE | LagrangianAdvantage) -> None:
     check_share("gamma", estimator.gamma)
     check_share("gae_lambda", estimator.gae_lambda)
     check_bound("kl_coefficient", estimator.kl_coefficient)
-    check_choice("kl_estimator", estimator.kl_estimator, get_args(KLEstimator))
-    check_choice("bootstrap", estimator.bootstrap, get_args(Bootstrap))
+    _check.one_of("kl_estimator", estimator.kl_estimator, get_args(KLEstimator))
+    _check.one_of("bootstrap", estimator.bootstrap, get_args(Bootstrap))
 
 
 def _logprobs_for(kl_coefficient: float) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ import torch
 
 from hf_algorithms.advantages._columns import (
     check_bound,
-    check_choice,
     check_ddof,
     check_share,
     read_columns,
@@ -19,9 +18,11 @@ from hf_algorithms.advantages._columns import (
 from hf_algorithms.advantages._returns import KLEstimator, compute_penalty, spread_scores
 from hf_algorithms.advantages.shaping import clip_scores
 from hf_protocols.errors import BatchError, ConfigError
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks, show
 
 __all__ = ["GroupAdvantage", "GroupOfOne", "StdOver", "refuse_group_of_one"]
+
+_check = Checks(ConfigError)
 
 Baseline = Literal["mean", "leave_one_out", "length", "none"]
 Scale = Literal["std", "mean", "none"]
@@ -81,13 +82,13 @@ class GroupAdvantage:
     writes: ClassVar[tuple[str, ...]] = ("advantages",)
 
     def __post_init__(self) -> None:
-        check_choice("baseline", self.baseline, get_args(Baseline))
-        check_choice("scale", self.scale, get_args(Scale))
-        check_choice("std_on", self.std_on, get_args(StdOn))
-        check_choice("std_over", self.std_over, get_args(StdOver))
-        check_choice("group_of_one", self.group_of_one, get_args(GroupOfOne))
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        check_choice("kl_return", self.kl_return, get_args(GroupKL))
+        _check.one_of("baseline", self.baseline, get_args(Baseline))
+        _check.one_of("scale", self.scale, get_args(Scale))
+        _check.one_of("std_on", self.std_on, get_args(StdOn))
+        _check.one_of("std_over", self.std_over, get_args(StdOver))
+        _check.one_of("group_of_one", self.group_of_one, get_args(GroupOfOne))
+        _check.one_of("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        _check.one_of("kl_return", self.kl_return, get_args(GroupKL))
         check_ddof("std_ddof", self.std_ddof)
         check_bound("std_eps", self.std_eps)
         check_bound("kl_coefficient", self.kl_coefficient)

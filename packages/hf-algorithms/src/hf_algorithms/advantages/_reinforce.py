@@ -10,7 +10,6 @@ import torch
 
 from hf_algorithms.advantages._columns import (
     check_bound,
-    check_choice,
     check_ddof,
     check_share,
     read_columns,
@@ -19,8 +18,12 @@ from hf_algorithms.advantages._columns import (
 from hf_algorithms.advantages._group import GroupOfOne, refuse_group_of_one
 from hf_algorithms.advantages._returns import KLEstimator, KLReturn, compute_penalty, spread_scores, whiten
 from hf_algorithms.advantages.shaping import clip_scores
+from hf_protocols.errors import ConfigError
+from hf_protocols.validation import Checks
 
 __all__ = ["ReinforceAdvantage"]
+
+_check = Checks(ConfigError)
 
 ReinforceBaseline = Literal["none", "group", "greedy"]
 
@@ -65,10 +68,10 @@ class ReinforceAdvantage:
 
     def __post_init__(self) -> None:
         check_share("gamma", self.gamma)
-        check_choice("baseline", self.baseline, get_args(ReinforceBaseline))
-        check_choice("group_of_one", self.group_of_one, get_args(GroupOfOne))
-        check_choice("kl_estimator", self.kl_estimator, get_args(KLEstimator))
-        check_choice("kl_return", self.kl_return, get_args(KLReturn))
+        _check.one_of("baseline", self.baseline, get_args(ReinforceBaseline))
+        _check.one_of("group_of_one", self.group_of_one, get_args(GroupOfOne))
+        _check.one_of("kl_estimator", self.kl_estimator, get_args(KLEstimator))
+        _check.one_of("kl_return", self.kl_return, get_args(KLReturn))
         check_ddof("whiten_ddof", self.whiten_ddof)
         check_bound("whiten_eps", self.whiten_eps)
         check_bound("kl_coefficient", self.kl_coefficient)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal, get_args
 
-from hf_algorithms.advantages._columns import check_bound, check_choice, check_finite
+from hf_algorithms.advantages._columns import check_bound, check_finite
 from hf_protocols.errors import BatchError, ConfigError
 from hf_protocols.validation import Checks
 
@@ -56,7 +56,7 @@ class Multiplier:
     """Largest lambda; None: 1e6."""
 
     def __post_init__(self) -> None:
-        check_choice("lambda_space", self.space, get_args(Space))
+        _check.one_of("lambda_space", self.space, get_args(Space))
         check_bound("lambda_init", self.init, may_be_zero=self.space == "projected")
         check_bound("lambda_learning_rate", self.learning_rate)
         check_bound("lambda_max", self.maximum, may_be_zero=False, may_be_none=True)

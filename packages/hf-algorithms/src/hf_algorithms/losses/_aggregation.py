@@ -54,9 +54,7 @@ class Aggregation:
     """
 
     def __post_init__(self) -> None:
-        if self.mode not in get_args(AggregationMode):
-            known = ", ".join(get_args(AggregationMode))
-            raise ConfigError(f"aggregation={show(self.mode)}: is not a known mode. Use one of {known}")
+        _check.one_of("aggregation", self.mode, get_args(AggregationMode))
         if self.mode == "constant":
             _check.number("loss_denominator", self.constant)
         elif self.constant is not None:

@@ -50,9 +50,7 @@ class Correction:
     """
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(CorrectionKind):
-            known = ", ".join(get_args(CorrectionKind))
-            raise ConfigError(f"correction={show(self.kind)}: is not a known correction. Use one of {known}")
+        _check.one_of("correction", self.kind, get_args(CorrectionKind))
         if self.statistic not in ("geometric", "product"):
             raise ConfigError(f"statistic={show(self.statistic)}: is not known. Use 'geometric' or 'product'")
         _check.number("correction_low", self.low, may_be_zero=True)

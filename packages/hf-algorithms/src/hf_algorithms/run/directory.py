@@ -252,7 +252,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             reason = error.strerror if isinstance(error, OSError) else error
             raise ConfigError(
-                f"run.output_dir={str(self._given)!r} cannot be written: {reason}; choose another directory"
+                f"run.output_dir={str(self._given)!r} cannot be written: {reason}. Choose another directory"
             ) from None
 
     @contextmanager
@@ -261,8 +261,8 @@ class RunDirectory:
             yield
         except OSError as error:
             raise RunDirectoryError(
-                f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}; "
-                "free some space or choose another directory"
+                f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}. "
+                "Free some space or choose another directory"
             ) from error
 
 

@@ -57,7 +57,7 @@ class PolicyWorker(TrainedWorker):
         found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):
             if steps := self._train.optimizer_steps:
-                cause = f"after {steps} optimizer steps: weights have diverged; lower the learning rate"
+                cause = f"after {steps} optimizer steps: weights have diverged. Lower the learning rate"
             else:
                 cause = (
                     "before any update: the model's files hold weights that are not finite, or too large for the dtype"

@@ -365,8 +365,7 @@ def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> No
     if len(kinds) > 1:
         raise BatchError(
             f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}. Make them alike, with .to(dtype) or a "
-            "reshape in "
-            "the method that returns it"
+            "reshape in the method that returns it"
         )
 
 

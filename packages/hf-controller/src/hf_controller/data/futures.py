@@ -385,6 +385,6 @@ def _check_deadline(timeout_s: object) -> None:
 
 
 STAYS_HERE = (
-    "a future travels only as an argument of a group's method, by itself: take it out of the list, dict or object it "
+    "a future travels only as an argument of a group's method, by itself. Take it out of the list, dict or object it "
     "is in, or give the method its .result()"
 )

@@ -155,9 +155,8 @@ class Executor(Dispatcher):
         taken = sorted({role for roles in self.built_on(pool) for role in roles} & set(specs))
         if taken:
             raise ProtocolError(
-                f"pool {show(pool.name)} has a group {', '.join(taken)} already. Choose another name, or "
-                "release the pool "
-                "first"
+                f"pool {show(pool.name)} has a group {', '.join(taken)} already. Choose another name, or release the "
+                "pool first"
             )
 
 

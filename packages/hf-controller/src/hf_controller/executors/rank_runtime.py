@@ -315,7 +315,7 @@ def _check_unwritten(call: Call, reader: BatchReader) -> None:
     if written:
         raise BatchError(
             f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
-            "share, so the batch is damaged for everybody: clone the column before writing, and make the batch again"
+            "share, so the batch is damaged for everybody. Clone the column before writing, and make the batch again"
         )
 
 

@@ -35,8 +35,7 @@ class ResourcePool:
 
     def __init__(self, slots: Sequence[int], *, device: Device = "cuda", name: str = "pool") -> None:
         _check.name("a pool's name", name)
-        if device not in get_args(Device):
-            raise PoolError(f"pool {show(name)} has device={show(device)}. Use one of {', '.join(get_args(Device))}")
+        _check.one_of(f"pool {show(name)}: device", device, get_args(Device))
         self.slots = _read_slots(slots, name)
         self.device = device
         self.name = name

@@ -211,6 +211,5 @@ def _refuse_strangers(ids: Ragged, name: str, vocab_size: int) -> None:
         if len(strangers):
             raise BatchError(
                 f"row {row} of {show(name)} holds the token id {int(strangers[0])}, the model's are 0 to "
-                f"{vocab_size - 1}. "
-                "Use the model's own tokenizer"
+                f"{vocab_size - 1}. Use the model's own tokenizer"
             )

@@ -231,7 +231,7 @@ class HybridEngine:
 
     def _check_open(self, method: str) -> None:
         if self._is_closed:
-            raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it; build others")
+            raise BackendError(f"{method}: this HybridEngine was closed, and its backends with it. Build others")
 
 
 class _Held(NamedTuple):
@@ -281,9 +281,8 @@ def _agree_on_plan(
         check_bucket_bytes(bucket_bytes, plan.target)
     if not agreement.is_alike:
         raise BackendError(
-            "the ranks were given different training_weights or bucket_bytes; this one has "
-            f"{show(training_weights)} and "
-            f"{bucket_bytes}. Give all ranks the same"
+            f"the ranks were given different training_weights or bucket_bytes; this one has {show(training_weights)} "
+            f"and {bucket_bytes}. Give all ranks the same"
         )
     lowest, highest = spread(plan.digest % HIGHEST, plan.digest % HIGHEST, None, local_device())
     if lowest != highest:
@@ -315,11 +314,11 @@ def _plan_between(
     if training_weights == "move" and source.dtype != target.dtype:
         raise BackendError(
             f"training weights are {source.dtype}, generation weights {target.dtype}: the one cannot lie inside "
-            'the other; use training_weights="keep" or "offload"'
+            'the other. Use training_weights="keep" or "offload"'
         )
     if training_weights == "move" and not isinstance(rollout, SupportsWeightBuffers):
         raise BackendError(
-            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them; use "
+            f"{type(rollout).__name__} keeps its weights itself: the training weights cannot lie inside them. Use "
             'training_weights="keep" or "offload"'
         )
     _check_buffers(train, rollout)

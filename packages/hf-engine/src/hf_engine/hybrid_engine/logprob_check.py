@@ -84,10 +84,9 @@ def check_logprobs(
 
 
 def _bounds(dtype: object, given: object) -> tuple[float, float]:
-    if not isinstance(dtype, str) or dtype not in LOGPROB_BOUNDS:
-        raise ReshardError(f"dtype={show(dtype)}. Use one of {', '.join(LOGPROB_BOUNDS)}")
+    name = _check.one_of("dtype", dtype, LOGPROB_BOUNDS)
     if given is None:
-        return LOGPROB_BOUNDS[dtype]
+        return LOGPROB_BOUNDS[name]
     # Every comparison with NaN passes.
     bounds = given if isinstance(given, tuple | list) else ()
     if [isinstance(bound, int | float) and bound >= 0 for bound in bounds] != [True, True]:

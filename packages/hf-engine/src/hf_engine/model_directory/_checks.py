@@ -260,9 +260,8 @@ def _check_embedding(model: ModelDirectory) -> None:
     stated, name = model.text_config.get("vocab_size"), model.embedding
     if name is not None and stated is not None and model.tensors[name].shape[0] != stated:
         raise model.refusal(
-            f"holds other weights than its config.json says: {show(name)} is {model.tensors[name].shape}, "
-            f"vocab_size is "
-            f"{stated}. Give a whole directory of one model"
+            f"holds other weights than its config.json says: {show(name)} is {model.tensors[name].shape}, vocab_size "
+            f"is {stated}. Give a whole directory of one model"
         )
 
 

@@ -56,7 +56,7 @@ class ModelDirectory:
             if share is not None and (
                 isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1
             ):
-                raise self.refusal(f"has {key}={show(share)} in its config.json; give a number from 0 to 1")
+                raise self.refusal(f"has {key}={show(share)} in its config.json. Use a number from 0 to 1")
         if self.dtype not in _DTYPES:
             raise self.refusal(
                 f"has dtype={show(self.dtype)} in its config.json, which no weights have. Set it to float32"

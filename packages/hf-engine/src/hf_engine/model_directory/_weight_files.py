@@ -52,9 +52,8 @@ def read_tensors(directory: Path) -> dict[str, StoredTensor]:
     indexed = {} if (directory / WHOLE).is_file() else read_index(directory)
     if lost := sorted(name for name, file in indexed.items() if name not in found or found[name].path.name != file):
         raise ModelError(
-            f"{INDEX} names {show(lost[0])} in {indexed[lost[0]]}, which lacks it or lies elsewhere "
-            f"({len(lost)} such). "
-            "Give a whole directory of one model"
+            f"{INDEX} names {show(lost[0])} in {indexed[lost[0]]}, which lacks it or lies elsewhere ({len(lost)} "
+            "such). Give a whole directory of one model"
         )
     return found
 
@@ -124,7 +123,7 @@ def _describe_lack(directory: Path) -> str:
         return f"{lack}, but {suffixes['.safetensors']}. Save the model again with save_pretrained(), or add the index"
     if pickled := next((suffixes[each] for each in _PICKLED if each in suffixes), None):
         return (
-            f"{lack}, but {pickled}, which runs code of others when it is read. Convert it: load it with transformers "
+            f"{lack}, but {pickled}, which runs code of others when it is read. Load it with transformers "
             "and save_pretrained()"
         )
     if foreign := next((each for each in _FOREIGN if each in suffixes), None):

@@ -291,7 +291,7 @@ class ReshardExecutor:
         if outside := sorted(reached - set(self._members)):
             raise ReshardError(
                 f"rank {self._rank} exchanges weights with ranks {outside}, which are not in its group "
-                f"{self._members}; run the plan over a group that holds all of them"
+                f"{self._members}. Run the plan over a group that holds all of them"
             )
 
 

@@ -60,9 +60,7 @@ class WeightLayout:
     """dtype of the tensors, by torch's name; bytes of a transfer are counted in the target's."""
 
     def __post_init__(self) -> None:
-        _check.kind("dtype", self.dtype, str, f"one of {', '.join(DTYPE_BYTES)}")
-        if self.dtype not in DTYPE_BYTES:
-            raise ReshardError(f"dtype {show(self.dtype)} is not one of {', '.join(DTYPE_BYTES)}")
+        _check.one_of("dtype", self.dtype, DTYPE_BYTES)
         object.__setattr__(self, "shapes", _full_shapes(self.shapes))
         _check.kind("boxes", self.boxes, Mapping, "a mapping from ranks to what they hold")
         # Ranks share mappings and parameters of one shape share boxes: thousands of ranks cost a few checks.

@@ -169,7 +169,7 @@ def generation_layout(
         ]
     if model.is_generic:
         if generation.gen_pp_size > 1:
-            raise ReshardError(f"{model.name}: the layers of its family are not known by name; set gen_pp_size to 1")
+            raise ReshardError(f"{model.name}: the layers of its family are not known by name. Set gen_pp_size to 1")
         return replicated_layout(model.parameters(), range(topology.world_size), dtype=dtype)
     stages = split_layers(model.num_layers, generation.gen_pp_size, layers_per_stage, knob="gen_pp_size")
     rows = _vocab_rows(model, generation.gen_tp_size, vocab_rows)
@@ -249,8 +249,8 @@ def check_experts(model: ModelShape, ep_size: int) -> None:
     """Refuses expert parallelism of a dense model, or one that does not divide the experts evenly."""
     if ep_size > 1 and (not model.num_experts or model.num_experts % ep_size):
         raise ReshardError(
-            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={ep_size} in training; "
-            "choose an ep_size that divides them (1 for a dense model)"
+            f"{model.name}: num_experts={model.num_experts} do not divide evenly by ep_size={ep_size} in training. "
+            "Choose an ep_size that divides them (1 for a dense model)"
         )
 
 

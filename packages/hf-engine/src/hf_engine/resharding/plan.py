@@ -345,7 +345,7 @@ def _check_same_parameters(source: WeightLayout, target: WeightLayout) -> None:
     if problems:
         raise ReshardError(
             f"the two layouts, of {len(source.shapes)} and {len(target.shapes)} parameters, are not of one model: "
-            f"{'; '.join(problems)}; give both sides the same model, and its names in the Hugging Face files"
+            f"{'; '.join(problems)}. Give both sides the same model, and its names in the Hugging Face files"
         )
 
 

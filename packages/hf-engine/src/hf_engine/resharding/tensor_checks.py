@@ -38,16 +38,16 @@ def check_weights(
         problems.append(f"extra {describe_names(extra)}")
     both = [name for name in expected if name in weights]
     dtype = _only_dtype([weights[name] for name in both])
+    remedy = ""
     if dtype not in ("", layout.dtype):
-        problems.append(
-            f"all {len(both)} are {dtype}, but the layout was built for {layout.dtype}; pass "
-            f"dtype={show(dtype)} to the "
-            "function that built it, such as fsdp_layout(), or convert the tensors"
+        problems.append(f"all {len(both)} are {dtype}, but the layout was built for {layout.dtype}")
+        remedy = (
+            f". Pass dtype={show(dtype)} to the function that built it, such as fsdp_layout(), or convert the tensors"
         )
     wrong = [_mismatch(name, weights[name], expected[name], dtype or layout.dtype) for name in both]
     problems += shorten_list([problem for problem in wrong if problem])
     if problems:
-        raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}")
+        raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}{remedy}")
 
 
 def _only_dtype(weights: Sequence[object]) -> str:
@@ -94,8 +94,7 @@ def check_resizable(tensors: Mapping[str, Sequence[torch.Tensor]], where: str) -
             if not part.untyped_storage().resizable():
                 raise ReshardError(
                     f"{where}: the memory of {show(name)} cannot be freed, as it is not torch's own (numpy's, a "
-                    "file's or "
-                    'shared): clone it, or build the HybridEngine with training_weights="keep"'
+                    'file\'s or shared). Clone it, or build the HybridEngine with training_weights="keep"'
                 )
 
 

@@ -187,8 +187,8 @@ def cut_box(
         parts = min(size, model.num_kv_heads)
         if parts != size and size % parts:
             raise ReshardError(
-                f"{name}: {knob}={size} is not a multiple of num_kv_heads={model.num_kv_heads} in {_side(knob)}; "
-                f"choose a {knob} that is one, or that divides them"
+                f"{name}: {knob}={size} is not a multiple of num_kv_heads={model.num_kv_heads} in {_side(knob)}. "
+                f"Choose a {knob} that is one, or that divides them"
             )
         return (_part(name, whole, 0, index * parts // size, parts, model.num_kv_heads, knob),)
     units = {"query": model.num_heads, "columns": shape[0], "rows": shape[-1]}[cut]
@@ -204,7 +204,7 @@ def _part(name: str, whole: Box, dim: int, index: int, size: int, units: int, kn
 
 
 def _over(knob: str, size: int) -> str:
-    return f"{knob}={size} in {_side(knob)}; choose a {knob} that divides them"
+    return f"{knob}={size} in {_side(knob)}. Choose a {knob} that divides them"
 
 
 def _side(knob: str) -> str:

@@ -26,7 +26,7 @@ from hf_protocols.errors import ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import Topology
 from hf_protocols.transition import Method
-from hf_protocols.validation import Checks, show
+from hf_protocols.validation import Checks
 
 __all__ = ["Exchange", "Sharding", "TransitionPlan", "plan_transition", "training_layout"]
 
@@ -201,10 +201,8 @@ def training_layout(
 
 def _check_arguments(topology: Topology, method: str, dtype_bytes: int, sharding: str) -> None:
     topology.groups("gen_tp")  # raises without generation
-    if method not in get_args(Method):
-        raise ReshardError(f"method={show(method)}. Use one of {', '.join(get_args(Method))}")
-    if type(dtype_bytes) is not int or dtype_bytes not in _DTYPES:
-        raise ReshardError(f"dtype_bytes={dtype_bytes}. Use one of {', '.join(map(str, _DTYPES))}")
+    _check.one_of("method", method, get_args(Method))
+    _check.one_of("dtype_bytes", dtype_bytes, _DTYPES)
     _check_sharding(topology, sharding)
     if method == "hybridflow-v" and topology.train.ep_size > 1:
         raise ReshardError(
@@ -220,8 +218,7 @@ def _check_arguments(topology: Topology, method: str, dtype_bytes: int, sharding
 
 
 def _check_sharding(topology: Topology, sharding: str) -> None:
-    if sharding not in get_args(Sharding):
-        raise ReshardError(f"sharding={show(sharding)}. Use one of {', '.join(get_args(Sharding))}")
+    _check.one_of("sharding", sharding, get_args(Sharding))
     sizes = {name: size for name, size in vars(topology.train).items() if size > 1 and name != "dp_size"}
     if sharding == "fsdp" and sizes:
         found = ", ".join(f"{name}={size}" for name, size in sizes.items())

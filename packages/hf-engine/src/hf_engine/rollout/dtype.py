@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from hf_protocols.errors import BackendError
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks
 
 __all__ = ["RolloutDtype", "check_dtype"]
+
+_check = Checks(BackendError)
 
 RolloutDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -18,6 +20,4 @@ def check_dtype(dtype: object) -> None:
     Raises:
         BackendError: naming the dtypes that there are.
     """
-    known = get_args(RolloutDtype)
-    if dtype not in known:
-        raise BackendError(f"dtype={show(dtype)}. Use one of {', '.join(map(repr, known))}")
+    _check.one_of("dtype", dtype, get_args(RolloutDtype))

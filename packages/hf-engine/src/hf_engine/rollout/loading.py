@@ -99,9 +99,9 @@ class WeightState:
             BackendError: naming which.
         """
         if self.is_updating:
-            raise BackendError("an update of the weights was begun and not committed; send them again and commit")
+            raise BackendError("an update of the weights was begun and not committed. Send them again and commit")
         if self.is_released:
-            raise BackendError("the KV cache was released; resume before generating")
+            raise BackendError("the KV cache was released. Resume before generating")
 
 
 def _check_shards(

@@ -63,7 +63,7 @@ def read_prompts(
         own = "" if len(stops) == vocab_size else " or the model's own eos_token_id"
         raise BackendError(
             f"min_new_tokens={sampling.min_new_tokens} and all {vocab_size} tokens in stop_token_ids{own}: none is "
-            "left to draw; name fewer stop tokens, or set min_new_tokens to 0"
+            "left to draw. Name fewer stop tokens, or set min_new_tokens to 0"
         )
     limit = None if positions is None else positions - sampling.max_new_tokens
     for row, length in enumerate(prompts.lengths.tolist()):
@@ -72,7 +72,7 @@ def read_prompts(
         if limit is not None and length > limit:
             raise BackendError(
                 f"prompt of row {row} has {length} tokens, above the model's {positions} positions - "
-                f"max_new_tokens={sampling.max_new_tokens} = {limit}; shorten the prompt or lower max_new_tokens"
+                f"max_new_tokens={sampling.max_new_tokens} = {limit}. Shorten the prompt or lower max_new_tokens"
             )
     _check_memory(len(prompts.lengths), sampling)
     return prompts
@@ -113,7 +113,7 @@ def build_responses(
     if not torch.isfinite(logprobs).all():
         token = (~torch.isfinite(logprobs)).nonzero()[0]
         row = int(torch.searchsorted(offsets, token, right=True) - 1) // n
-        cause = "the weights have diverged; lower the learning rate"
+        cause = "the weights have diverged. Lower the learning rate"
         if version == 0:
             cause = "before any update: the model's files hold weights that are not finite, or too large for the dtype"
         raise NonFiniteLossError(
@@ -147,7 +147,7 @@ def _check_memory(num_prompts: int, sampling: SamplingParams) -> None:
         given = f"{num_prompts} prompts" if num_prompts else "even one prompt"
         raise BackendError(
             f"{given} x n={sampling.n} samples of max_new_tokens={sampling.max_new_tokens} take about {needed} bytes, "
-            f"this machine has {memory}; lower n or max_new_tokens, or give fewer prompts at a time"
+            f"this machine has {memory}. Lower n or max_new_tokens, or give fewer prompts at a time"
         )
 
 

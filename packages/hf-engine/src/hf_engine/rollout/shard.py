@@ -78,9 +78,8 @@ class ShardTensor(torch.Tensor):
         )
         if wanted != self._box and (wanted.numel or self._box.numel):
             raise ReshardError(
-                f"the engine's loader takes {wanted} of {show(self._name)}, the layout says {self._box}: this "
-                "model is not "
-                "laid out here as the engine lays it out"
+                f"the engine's loader takes {wanted} of {show(self._name)}, the layout says {self._box}: this model is "
+                "not laid out here as the engine lays it out"
             )
         self._mark_used()
         return self._part

@@ -193,7 +193,7 @@ class SequenceBatch:
                     what = f"nested in layout {column.layout}"
                 raise BatchError(
                     f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
-                    "(torch.nested.nested_tensor(rows, layout=torch.jagged)); leave it out, or give one of these"
+                    "(torch.nested.nested_tensor(rows, layout=torch.jagged)). Leave it out, or give one of these"
                 )
             if is_nested:
                 ragged = Ragged(column)
@@ -341,7 +341,7 @@ def plan_micro_batches(
         if prompt + response > max_tokens:
             raise BatchError(
                 f"row {row} has {prompt} prompt + {response} response = {prompt + response} tokens, above "
-                f"micro_batch_tokens={max_tokens}; raise micro_batch_tokens or shorten the row"
+                f"micro_batch_tokens={max_tokens}. Raise micro_batch_tokens or shorten the row"
             )
         wider = max(longest_prompt, prompt) + max(longest_response, response)
         if batches and (len(batches[-1]) + 1) * wider <= max_tokens:

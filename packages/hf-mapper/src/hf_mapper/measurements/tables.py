@@ -92,7 +92,7 @@ def find_kind(file: str, columns: Sequence[str]) -> str:
             raise ConfigError(f"{file}: this {kind} table lacks {', '.join(missing)}")
         return kind
     raise ConfigError(
-        f"{file}: no measured time among its columns; give one of step_time_s, activation_gib, latency_s, ttft_s, "
+        f"{file}: no measured time among its columns. Use one of step_time_s, activation_gib, latency_s, ttft_s, "
         "token_time_s or time_ms_median_maxrank"
     )
 
@@ -175,7 +175,7 @@ def _read_table(path: Path) -> MeasuredTable:
         raise ConfigError(f"{path} cannot be read as a table: {error}") from error
     kind = find_kind(path.name, columns)
     if not rows:
-        raise ConfigError(f"{path} has columns but no row: fill it, or take it out of the folder")
+        raise ConfigError(f"{path} has columns but no row. Fill it, or take it out of the folder")
     return MeasuredTable(file=path.name, kind=kind, rows=rows)
 
 

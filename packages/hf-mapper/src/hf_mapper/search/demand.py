@@ -81,7 +81,7 @@ def build_demands(
         if workload.sequence_tokens > model.max_positions:
             raise ConfigError(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
-                f"{model.max_positions} positions of {model.name}: shorten one or choose another model"
+                f"{model.max_positions} positions of {model.name}. Shorten one or choose another model"
             )
     of_role = backends if isinstance(backends, Mapping) else {}
     for role in of_role:

@@ -156,7 +156,7 @@ class RankActor(CallServer):
             return self._unbuilt
         from hf_controller.executors.rank_runtime import RankRuntime
 
-        self._host = RankRuntime(
+        self._runtime = RankRuntime(
             pool=construction.pool,
             name=self._name,
             rank=self._rank,
@@ -174,7 +174,7 @@ class RankActor(CallServer):
         if joining.token in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
-            self._host.enter(f"joining the connection {joining.name!r}")
+            self._runtime.enter(f"joining the connection {joining.name!r}")
             rank = joining.ranks[joining.role][self._rank]
             world_size = sum(map(len, joining.ranks.values()))
             group = join_joint_group(
@@ -190,7 +190,7 @@ class RankActor(CallServer):
         except Exception as error:  # noqa: BLE001 - the executor boundary: any exception travels to the controller
             return Failure.of(error, role=joining.role, method="connect", rank=self._rank)
         finally:
-            self._host.enter("idle")
+            self._runtime.enter("idle")
         self._rendezvous_stores.pop(joining.token, None)  # the group has it, and takes it along
         self._workers[joining.role].context.connections[joining.name] = Connection(
             name=joining.name, group=group, rank=rank, world_size=world_size, ranks=joining.ranks
@@ -206,7 +206,7 @@ class RankActor(CallServer):
     @ray.method(concurrency_group="service")
     def describe(self) -> tuple[str, str]:
         """Returns this rank's activity and the Python stack of its call; works while a call runs."""
-        stage = str(self._host.stage) if self._host is not None else "being constructed"
+        stage = str(self._runtime.stage) if self._runtime is not None else "being constructed"
         frame = sys._current_frames().get(self._thread or -1)
         stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
         return stage, stack
@@ -223,8 +223,8 @@ class RankActor(CallServer):
 
     def close(self) -> None:
         """Close every worker and leave the process group."""
-        if self._host is not None:
-            self._host.close()
+        if self._runtime is not None:
+            self._runtime.close()
 
     def _prepare(self, construction: Construction, device: str, rendezvous: Rendezvous | None) -> None:
         os.environ.update(_torchrun_environment(self._rank, construction, rendezvous))

@@ -279,7 +279,7 @@ def await_answers(
 
 def _to_timeout(missing: Sequence[ActorRef], method: str, deadline: Deadline, probe: Probe) -> WorkerTimeoutError:
     labels = ", ".join(process.label for process in missing)
-    head = f"{labels} not done with {method} within {deadline.seconds:g} s: raise {deadline.key}, or look at the cause:"
+    head = f"{labels} not done with {method} within {deadline.seconds:g} s. Raise {deadline.key}, or look at the cause:"
 
     def describe() -> str:
         described = describe_processes(missing, probe, _ANSWER_TIMEOUT_S)
@@ -340,8 +340,7 @@ def check_connection(first: WorkerGroup, second: WorkerGroup, actor_groups: Sequ
         raise ProtocolError(f"{first.role} and {second.role} share their processes: they have one group already")
     if first.pool is second.pool:
         raise ProtocolError(
-            f"{first.role} and {second.role} stand on one pool ({show(first.pool.name)}) and take "
-            f"turns, so they never "
+            f"{first.role} and {second.role} stand on one pool ({show(first.pool.name)}) and take turns, so they never "
             "meet in a collective. Give each a pool of its own, or fuse them (fused=True)"
         )
     if first.role == second.role:

@@ -52,8 +52,8 @@ def _describe_unpicklable(roles: Mapping[str, WorkerSpec], error: BaseException)
     classes = ", ".join(f"{role}: {spec.worker.__qualname__}" for role, spec in roles.items())
     return ProtocolError(
         f"{classes} cannot travel to another process ({type(error).__name__}: {error}): what a worker's class "
-        "reads from its module or from around it travels with it, unless other processes can import the module; "
-        "make it in the worker's constructor"
+        "reads from its module or from around it travels with it, unless other processes can import the module. "
+        "Make it in the worker's constructor"
     )
 
 

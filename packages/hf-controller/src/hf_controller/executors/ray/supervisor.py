@@ -335,7 +335,7 @@ class Supervisor:
 
         text = diagnosed(describe)
         if not text.startswith(head):
-            text = f"{head}: raise {key} if it was only slow. {text}"
+            text = f"{head}. Raise {key} if it was only slow. {text}"
         rank = next((each.rank for each in silent if each in call.actor_group.processes), late[0])
         found = Failure.of(WorkerTimeoutError(text), role=call.role, method=call.method, rank=rank, origin=call.origin)
         self._end(call.actor_group, replace(found, remote_traceback="", exception=None))

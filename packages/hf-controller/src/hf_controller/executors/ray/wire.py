@@ -193,7 +193,7 @@ class CallServer:
         self._name = name
         self._rank = rank
         self._slicer = slicer
-        self._host: Any = None
+        self._runtime: Any = None
         self._pool = ""
         self._unbuilt: Failure | None = None
         self._role = name
@@ -216,12 +216,12 @@ class CallServer:
 
     def _run(self, message: tuple[Any, ...]) -> tuple[Outcome, CallReport]:
         call = unpack_call(*message)
-        if self._host is None:
+        if self._runtime is None:
             assert self._unbuilt is not None
             return self._unbuilt, refuse(call, self._unbuilt, pool=self._pool, host=self._name, rank=self._rank)
         self._role = call.role
         try:
-            outcome, report = self._host.run(call)
+            outcome, report = self._runtime.run(call)
         finally:
             self._role = self._name
         if report.failure is None or report.failure.exception is None:

@@ -337,9 +337,8 @@ class ServerBackend:
         if foreign := {sample.stamp for sample in samples} - {self._stamp}:
             raise BackendError(
                 f"{self._server.facts.name} generated from weights that it calls {sorted(foreign)}, not "
-                f"{show(self._stamp)}: it was started again, or somebody else updates it; give the run "
-                f"servers of its own "
-                "and build the backend again"
+                f"{show(self._stamp)}: it was started again, or somebody else updates it. Give the run servers of its "
+                "own and build the backend again"
             )
 
 

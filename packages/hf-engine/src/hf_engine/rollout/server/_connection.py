@@ -63,7 +63,7 @@ class ServerConnection:
             )
         if not parts.hostname or not url.isprintable() or " " in url:
             raise BackendError(
-                f"rollout.options.urls: {show(url)} is not a URL; set it to one such as 'http://127.0.0.1:30000'"
+                f"rollout.options.urls: {show(url)} is not a URL. Set it to one such as 'http://127.0.0.1:30000'"
             )
         self.url = url
         self._address = parts.hostname, port

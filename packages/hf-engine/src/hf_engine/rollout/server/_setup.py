@@ -35,7 +35,7 @@ def check_ranks(topology: Topology, urls: Sequence[str]) -> None:
     if generation != GenerationSpec():
         raise BackendError(
             f"every rank asks a server for whole models: gen_pp_size={generation.gen_pp_size}, gen_tp_size="
-            f"{generation.gen_tp_size} are not supported; set both to 1, and start the server with the layout"
+            f"{generation.gen_tp_size} are not supported. Set both to 1, and start the server with the layout"
         )
     check_urls(urls, num_ranks=topology.world_size)
 
@@ -116,7 +116,7 @@ def check_model(server: Dialect, model: ModelDirectory, shape: ModelShape) -> No
     if server.facts.keeps_tied and shape.tie_embeddings:
         raise BackendError(
             f"{server.facts.name} runs on a CPU and {str(directory)!r} has tie_word_embeddings: there vLLM's output "
-            "layer would keep the old weights without a word; use a model without, or another server"
+            "layer would keep the old weights without a word. Use a model without, or another server"
         )
     if fault := server.find_model_fault(model, shape):
         raise model.refusal(fault)

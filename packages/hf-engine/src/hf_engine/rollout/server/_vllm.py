@@ -85,7 +85,7 @@ class VllmServer:
                     "them out, or start it with raw_logprobs and draw at temperature 1"
                 )
             if sampling.greedy and sampling.temperature != 1:
-                return "greedy log-probs are those of temperature 1; set it to 1"
+                return "greedy log-probs are those of temperature 1. Set it to 1"
         elif sampling.temperature != 1:
             return (
                 "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set temperature to 1, or start the "
@@ -144,7 +144,7 @@ class VllmServer:
     def flush(self) -> None:
         """See `Dialect`."""
         if not self._connection.post("/reset_prefix_cache")["success"]:
-            raise BackendError(f"{self.facts.name} did not drop its prefix cache: others use it; give the run its own")
+            raise BackendError(f"{self.facts.name} did not drop its prefix cache: others use it. Give the run its own")
 
     def release(self) -> None:
         """Nothing: `facts.can_release` is False."""

@@ -342,9 +342,8 @@ class SglangBackend:
         except BackendError as error:
             raise BackendError(
                 f"SGLang did not start with {show(self._model.name)}, gen_tp_size={options['tp_size']}, "
-                f"max_total_tokens="
-                f"{options['max_total_tokens']} (cache_bytes), context_length={options['context_length']} "
-                f"(max_positions + {RESERVED}): {error}"
+                f"max_total_tokens={options['max_total_tokens']} (cache_bytes), "
+                f"context_length={options['context_length']} (max_positions + {RESERVED}): {error}"
             ) from error
         self._cache_tokens = found["cache_tokens"]
 
@@ -359,7 +358,7 @@ class SglangBackend:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise BackendError("the engine was closed; build the backend again")
+            raise BackendError("the engine was closed. Build the backend again")
 
     def _check_ready(self) -> None:
         self._check_open()

@@ -128,7 +128,7 @@ def check_cache_rows(lengths: Sequence[int], sampling: SamplingParams, cache_tok
         if (tokens := length + sampling.max_new_tokens) > held:
             raise BackendError(
                 f"row {row} needs {tokens} tokens x {token_bytes} bytes of keys and values, of which "
-                f"the cache holds {held} tokens; raise cache_bytes or lower max_new_tokens"
+                f"the cache holds {held} tokens. Raise cache_bytes or lower max_new_tokens"
             )
 
 
@@ -153,7 +153,7 @@ def build_options(
     tokens = cache_bytes // token_bytes
     if tokens <= RESERVED:
         raise BackendError(
-            f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each; raise it"
+            f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each. Raise it"
         )
     values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + RESERVED, tokens, max_rows)
     fixed = dict(zip(_BY_ARGUMENTS, values, strict=True)) | _OURS

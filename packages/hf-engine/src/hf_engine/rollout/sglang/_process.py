@@ -82,7 +82,7 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             how, why = self._end_of_process(), self._last_words()
             self._end(f"in {method!r}, {how}")
-            text = f"SGLang's process ended in {method!r} ({how}): {why}; build the backend again"
+            text = f"SGLang's process ended in {method!r} ({how}): {why}. Build the backend again"
             raise BackendError(text) from error
         return answer
 
@@ -129,7 +129,7 @@ class EngineProcess:
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise BackendError(f"the SGLang engine has ended{self._ended}; build the backend again")
+            raise BackendError(f"the SGLang engine has ended{self._ended}. Build the backend again")
         return self._process
 
     def _end_of_process(self) -> str:

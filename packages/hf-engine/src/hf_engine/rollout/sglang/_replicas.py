@@ -26,7 +26,7 @@ def require_topology(topology: Topology) -> Topology:
     if generation.gen_pp_size != 1:
         raise BackendError(
             f"backend 'sglang' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
-            "supported; set it to 1 and raise gen_tp_size"
+            "supported. Set it to 1 and raise gen_tp_size"
         )
     return topology
 

@@ -111,7 +111,7 @@ class TransformersBackend:
         if generation is not None and generation != cls.largest_generation:
             raise BackendError(
                 f"backend 'transformers' holds the whole model on every rank: gen_pp_size={generation.gen_pp_size}, "
-                f"gen_tp_size={generation.gen_tp_size} are not supported; set both to 1 or choose another backend"
+                f"gen_tp_size={generation.gen_tp_size} are not supported. Set both to 1 or choose another backend"
             )
         loaded, missing, files = load_causal_lm(model, getattr(torch, dtype))
         refuse_lacking(files, missing)
@@ -209,7 +209,7 @@ class TransformersBackend:
         """
         check_version(version)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
-            raise BackendError("the weights were released; resume and send them again before commit_weights")
+            raise BackendError("the weights were released. Resume and send them again before commit_weights")
         self._weight_version = version
         self._has_weights = True
 
@@ -283,7 +283,7 @@ class TransformersBackend:
             if row_bytes > self._cache_bytes:
                 raise BackendError(
                     f"row {int(order[start])} needs {tokens} tokens x {sampling.n} samples = {row_bytes} bytes of keys "
-                    f"and values, above cache_bytes={self._cache_bytes}; raise it or lower n or max_new_tokens"
+                    f"and values, above cache_bytes={self._cache_bytes}. Raise it or lower n or max_new_tokens"
                 )
             stop = start + self._cache_bytes // row_bytes
             yield order[start:stop]

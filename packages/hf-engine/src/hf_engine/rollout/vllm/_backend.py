@@ -274,7 +274,7 @@ class VllmBackend:
 
     def _open(self) -> Engine:
         if self._engine is None:
-            raise BackendError("the engine was closed; build another backend")
+            raise BackendError("the engine was closed. Build another backend")
         return self._engine
 
 

@@ -62,7 +62,7 @@ def plan_layout(model: str | Path, topology: Topology, dtype: str) -> tuple[Mode
     if generation.gen_pp_size != 1:
         raise BackendError(
             f"backend 'vllm' has no pipeline stages in generation: gen_pp_size={generation.gen_pp_size} is not "
-            "supported; set it to 1 and raise gen_tp_size"
+            "supported. Set it to 1 and raise gen_tp_size"
         )
     if unordered := [group for group in topology.groups("gen_tp") if list(group) != sorted(group)]:
         raise BackendError(f"vLLM orders the ranks of a group by number; the groups {unordered} are ordered otherwise")
@@ -94,7 +94,7 @@ def check_cache(
     if needed > cache_bytes:
         raise BackendError(
             f"one sequence of {positions} positions needs {needed} bytes of keys and values, above "
-            f"cache_bytes={cache_bytes}; raise it or lower max_positions"
+            f"cache_bytes={cache_bytes}. Raise it or lower max_positions"
         )
 
 

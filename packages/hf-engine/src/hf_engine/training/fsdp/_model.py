@@ -174,9 +174,8 @@ def _require_compiler(device: str) -> None:
     except RuntimeError as error:
         reason = str(error).strip().partition("\n")[0]
         raise BackendError(
-            f"compile=True needs a torch.compile that works on {show(device)}, which it does not: {reason}; "
-            f"install a C++ "
-            "compiler (CXX names it), or set compile=False"
+            f"compile=True needs a torch.compile that works on {show(device)}, which it does not: {reason}. Install a "
+            "C++ compiler (CXX names it), or set compile=False"
         ) from error
 
 

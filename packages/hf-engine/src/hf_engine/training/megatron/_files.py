@@ -49,9 +49,8 @@ class HuggingFaceFiles:
         if differing := sorted(name for name, shape in shapes.items() if found.get(name) != tuple(shape)):
             name = differing[0]
             raise BackendError(
-                f"{self.directory} holds another model: {len(differing)} parameters differ, such as "
-                f"{show(name)}, which "
-                f"is {tuple(shapes[name])} here and {found.get(name, 'absent')} there"
+                f"{self.directory} holds another model: {len(differing)} parameters differ, such as {show(name)}, "
+                f"which is {tuple(shapes[name])} here and {found.get(name, 'absent')} there"
             )
 
     def read(self, name: str, box: Box) -> torch.Tensor:

@@ -124,8 +124,8 @@ def _check_supported(topology: Topology) -> None:
         )
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
-            f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}; "
-            "start as many processes as the topology names"
+            f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}. "
+            "Start as many processes as the topology names"
         )
 
 
