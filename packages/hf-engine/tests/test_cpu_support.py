@@ -20,10 +20,8 @@ from hf_engine.cpu_support.sglang_plugins import PLATFORM
 
 STAND_INS = {
     "megatron": (MEGATRON, "0.16.1"),
-    "megatron_functions": (MEGATRON, "0.16.1"),
     "sglang_platform": (SGLANG, "0.5.23"),
     "sglang_plugins": (SGLANG, "0.5.23"),
-    "sglang_seeds": (SGLANG, "0.5.23"),
     "torchvision": (SGLANG, "0.5.23"),  # for what this version imports of torchvision
     "vllm_worker": (VLLM, "0.32.0"),
 }

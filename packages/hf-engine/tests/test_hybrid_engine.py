@@ -314,7 +314,7 @@ def keep_between_dtypes(model):
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=3e-2))
     rollout = TransformersBackend.build(model, topology=topology, dtype="bfloat16")
-    with pytest.raises(BackendError, match='use training_weights="keep"'):
+    with pytest.raises(BackendError, match='Use training_weights="keep"'):
         HybridEngine(train, rollout, topology, training_weights="move")
     with pytest.raises(BackendError, match=r"training_weights='mvoe'. Use"):
         HybridEngine(train, rollout, topology, training_weights="mvoe")

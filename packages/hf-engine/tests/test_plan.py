@@ -197,7 +197,7 @@ def test_many_names_that_differ_are_counted():
         plan_reshard(source, target)
     assert str(error.value) == (
         "the two layouts, of 6 and 9 parameters, are not of one model: the source lacks ['expert0', 'expert1'] and 2 "
-        "more; the target has no place for ['stack']; 'b0' is (3,) in the source, (2,) in the target and 4 more. Use "
+        "more; the target has no place for ['stack']; 'b0' is (3,) in the source, (2,) in the target and 4 more. Give "
         "both sides the same model, and its names in the Hugging Face files"
     )
 

@@ -52,7 +52,7 @@ def test_requests_differ_where_their_samples_would():
     ("rows", "message"),
     [
         ([[3], []], "prompt of row 1 is empty; a prompt needs at least one token"),
-        ([[3], [3] * 7], r"row 1 has 7 tokens, above the model's 8 positions - max_new_tokens=2 = 6; shorten"),
+        ([[3], [3] * 7], r"row 1 has 7 tokens, above the model's 8 positions - max_new_tokens=2 = 6. Shorten"),
     ],
 )
 def test_prompts_that_do_not_fit_are_refused(rows, message):

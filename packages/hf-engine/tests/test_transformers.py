@@ -245,7 +245,7 @@ def test_no_prompts_have_no_responses_or_one_typed_error(models):
         SamplingParams(max_new_tokens=10**12),
         SamplingParams(max_new_tokens=10**30),
     ):
-        with pytest.raises(BackendError, match=r"even one prompt x n=.* lower n or max_new_tokens"):
+        with pytest.raises(BackendError, match=r"even one prompt x n=.* Lower n or max_new_tokens"):
             backend.generate(batch_of_nothing(), sampling)
 
 

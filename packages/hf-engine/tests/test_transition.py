@@ -295,8 +295,8 @@ def test_near_senders_come_first():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"method": "magic"}, "hybridflow, hybridflow-v, ds-chat"),
-        ({"sharding": "zero"}, "megatron, fsdp"),
+        ({"method": "magic"}, "'hybridflow', 'hybridflow-v', 'ds-chat'"),
+        ({"sharding": "zero"}, "'megatron', 'fsdp'"),
         ({"dtype_bytes": 3}, "2, 4, 8"),
         ({"sharding": "fsdp"}, "Use 1-1-4"),
     ],

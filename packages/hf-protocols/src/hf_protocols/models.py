@@ -16,7 +16,7 @@ from hf_protocols.positions import compute_positions
 from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import Checks, show
 
-__all__ = ["ModelShape", "read_family_sizes"]
+__all__ = ["ModelShape"]
 
 _check = Checks(ConfigError)
 
@@ -217,7 +217,7 @@ class ModelShape:
             tie_embeddings=head not in parameters,
             family=str(family),
             listed_parameters=tuple((name, tuple(shape)) for name, shape in parameters.items()),
-            **read_family_sizes(config, hidden_size),
+            **_read_family_sizes(config, hidden_size),
         )
 
     @property
@@ -333,7 +333,7 @@ _PARTS_OF_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Of attention with latent keys and values: the cache holds keys of the first two sizes, values of the third."""
 
 
-def read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+def _read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
     """Returns sizes of attention and MLP, by the names that `ModelShape` has for them.
 
     Experts count as one dense layer, as wide as those that a token visits. Keys and values of different sizes

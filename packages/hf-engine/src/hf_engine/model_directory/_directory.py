@@ -49,8 +49,9 @@ class ModelDirectory:
         for key in _SIZES:
             size = self.text_config.get(key)
             if size is not None and (type(size) is not int or not 1 <= size <= _MOST):
-                limit = f"it must be at least 1 and at most {_MOST}" if type(size) is int else "give a whole number"
-                raise self.refusal(f"has {key}={show(size)} in its config.json; {limit}")
+                raise self.refusal(
+                    f"has {key}={show(size)} in its config.json. Use a whole number of at least 1 and at most {_MOST}"
+                )
         for key in _DROPOUTS:
             share = self.text_config.get(key)
             if share is not None and (
