@@ -33,7 +33,7 @@ ONE_OF_A_SET = re.compile(
     r"\.(recipes|training\.(fsdp|megatron)|rollout\.(server|sglang|transformers|vllm)|rewards|trackers)"
     r"(\.|$)|cli$|command|__main__$"
 )
-"""Modules that one registry, command or conformance suite imports by design: one importer is what they need."""
+"""Modules that one registry or command imports by design: one importer is what they need."""
 
 READERS = re.compile(r"\.data\._(arrow_tables|gsm8k|gzip_files|json_records|text_blocks|text_tables)$")
 

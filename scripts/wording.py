@@ -1,4 +1,4 @@
-"""Find the expressions of scripts/wording.toml in docstrings, comments, other strings and Markdown pages.
+"""Find the expressions of scripts/wording.toml in docstrings, comments, other strings, names of tests and pages.
 
 Of shell scripts, YAML files, the Makefile and pyproject.toml the comments are read.
 
@@ -104,8 +104,12 @@ def find_hits(path: Path, expressions: Sequence[Forbidden]) -> list[Hit]:
 
 
 def read_python(source: str) -> Iterator[Text]:
-    """Yields the docstrings, other strings and comments of a Python file. Names in code are not text."""
-    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr | ast.JoinedStr | ast.Constant)]
+    """Yields the docstrings, other strings and comments of a Python file, and the names of its tests as words."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            yield Text(kind="name", line=node.lineno, content=node.name.replace("_", " "))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Expr | ast.JoinedStr | ast.Constant)]
     documented = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     inside = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in nodes:

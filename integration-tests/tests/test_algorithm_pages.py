@@ -37,7 +37,7 @@ def test_every_page_has_its_parts(script: dict[str, Any]) -> None:
         assert [key for key in recipe.config.model_fields if f"\n| `{key}` | " not in text] == []
 
 
-def test_readers_are_told_how_many_algorithms_there_are() -> None:
+def test_readers_learn_how_many_algorithms_there_are() -> None:
     assert len(RECIPES) == 18
     for page in ("README.md", "docs/index.md", "packages/hf-algorithms/README.md"):
         assert "eighteen algorithms" in (ROOT / page).read_text().lower(), page

@@ -54,7 +54,7 @@ def test_a_lane_without_a_budget_is_reported_too(ci_budget: ModuleType) -> None:
     assert re.search(r"^bench +passed +5 +- +4$", report, re.MULTILINE)
 
 
-def test_a_run_without_lanes_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_run_without_lanes_is_reported_in_one_line(tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, PROGRAM, tmp_path / "absent"], capture_output=True, text=True, check=False)
     assert ended.returncode == 2
     assert ended.stderr == f"{tmp_path / 'absent'}: no lanes are written there. Run .ci/run first\n"

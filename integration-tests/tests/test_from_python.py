@@ -229,7 +229,7 @@ class Frame:
         (iter(ROWS), "is of type list_iterator, which has no length"),
     ],
 )
-def test_what_is_no_list_of_rows_is_refused(notebook: Path, rows: Any, message: str) -> None:
+def test_what_is_not_a_list_of_rows_is_refused(notebook: Path, rows: Any, message: str) -> None:
     """Iterated, a frame or a mapping would have passed its names for prompts."""
     for call in (hf_algorithms.train, hf_algorithms.sft, hf_algorithms.dpo, hf_algorithms.reward_model):
         with pytest.raises(ConfigError, match=f"dataset 'train': {re.escape(message)}"):

@@ -162,9 +162,7 @@ def test_a_test_row_above_the_budget_is_named_at_once(small_config: Path, hybrid
     assert hybridflow("train", small_config, *words[:3], "training.micro_batch_tokens=13").exit_code == 0
 
 
-def test_in_process_there_is_one_rank_whatever_the_cluster(
-    small_config: Path, hybridflow: Callable[..., Outcome]
-) -> None:
+def test_in_process_there_is_one_rank_on_any_cluster(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:
     words = ("--set", "cluster.gpus_per_machine=4", "--set", "rollout.batch_size=256", "--set", "model.hidden_size=64")
     outcome = hybridflow("train", small_config, *words, "--set", "run.iterations=1")
     assert outcome.exit_code == 0, outcome.errors

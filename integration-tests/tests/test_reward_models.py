@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import load_rows
-from hf_algorithms.evaluation.statistics import compute_wilson_interval
+from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_algorithms.preflight.inputs import load_row_sets
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
@@ -406,7 +406,7 @@ def test_a_damaged_reward_model_is_one_line(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_language_model_is_no_reward_model(reward_run: Path, addition_data: Path, tmp_path: Path) -> None:
+def test_a_language_model_is_not_a_reward_model(reward_run: Path, addition_data: Path, tmp_path: Path) -> None:
     train(rl_body(addition_data, tmp_path / "first", {"model": {"path": str(reward_run / "model")}}))
     body = rl_body(addition_data, tmp_path / "run", {"model": {"path": str(tmp_path / "first" / "model")}})
     with pytest.raises(

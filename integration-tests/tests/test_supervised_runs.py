@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_algorithms import evaluate
 from hf_algorithms.config import parse_config
-from hf_algorithms.evaluation.statistics import compute_wilson_interval
+from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_algorithms.run.any_run import run_recipe
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.supervised import check_supervised

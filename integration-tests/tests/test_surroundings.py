@@ -41,7 +41,7 @@ def score(prompts, responses, answers):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_namesakes_beside_a_run_do_not_reach_its_workers(small_config: Path) -> None:
+def test_namesakes_next_to_a_run_do_not_reach_its_workers(small_config: Path) -> None:
     """Neither its own program nor Ray's agents: they lie next to the configuration, in the working directory."""
     folder = small_config.parent
     for name in NAMESAKES:

@@ -24,6 +24,10 @@ def test_walk_names_functions_that_exist(name: str) -> None:
     numbers = [int(number) for number, *_ in hops if number.isdecimal()]
     assert numbers == list(range(1, len(numbers) + 1)) and numbers
     assert f"The walk takes {len(numbers)} hops" in page
+    opened: list[str] = []
+    for number, package, path, *_ in hops:
+        assert number != "-" or f"{package}{path}" in opened, f"{path} is not open yet: it is a hop"
+        opened.append(f"{package}{path}" if number else "")
     absent = [f"{package}{path} {unit}" for _, package, path, _, unit in hops if unit not in _list_units(package, path)]
     assert absent == [], f"docs/concepts/{name}.md has hops that are gone. Name their new places"
     for _, package, path, link, _ in hops:
