@@ -137,7 +137,7 @@ def test_no_such_run(tmp_path, monkeypatch, capsys):
     assert "absent' does not exist" in errors
 
 
-def test_a_call_without_length_is_no_division_by_zero(tmp_path):
+def test_a_call_without_length_does_not_divide_by_zero(tmp_path):
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": [_call(1, "a.b", 1, 0, 0, 0, 0, 0, 0, "p")]}))
     found = load_breakdown(tmp_path)
     assert (found.wall_s, found.pools[0].busy_s, found.pools[0].idle_share) == (0.0, 0.0, 0.0)

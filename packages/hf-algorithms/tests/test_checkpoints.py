@@ -78,7 +78,7 @@ def test_without_a_good_commit_a_run_is_not_resumed(tmp_path: Path) -> None:
         find_last_commit(tmp_path)
 
 
-def test_a_file_that_only_its_rank_sees_is_no_commit(tmp_path: Path) -> None:
+def test_a_file_that_only_its_rank_sees_is_not_a_commit(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     elsewhere = CommittedFile(path="actor/state.json", bytes=2, sha256="0")
     with pytest.raises(CheckpointError, match=r"1/actor/state\.json: a rank wrote it, and it is not there"):

@@ -109,7 +109,7 @@ def test_no_number_of_a_configuration_is_infinite(key: str) -> None:
     ],
     ids=["utf-16", "latin-1", "nul", "key twice", "table twice", "nested", "digits", "malformed"],
 )
-def test_a_file_that_is_no_toml_is_one_line(tmp_path: Path, body: bytes, message: str) -> None:
+def test_a_file_that_is_not_toml_is_one_line(tmp_path: Path, body: bytes, message: str) -> None:
     path = tmp_path / "config.toml"
     path.write_bytes(body)
     with pytest.raises(ConfigError, match=message) as refused:
@@ -168,7 +168,7 @@ def test_a_path_begins_at_the_home_directory(key: str, monkeypatch: pytest.Monke
         ("a/" * 3000, "a path of 6000 bytes"),
     ],
 )
-def test_what_is_no_path_is_refused_with_its_key(key: str, path: str, reason: str) -> None:
+def test_what_is_not_a_path_is_refused_with_its_key(key: str, path: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_config(with_path(key, path))
     assert str(refused.value).startswith(f"{key} = {path[:20]!r}"[:-1])
@@ -323,7 +323,7 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
         ),
         (
             {**MINIMAL, "rollout": {"batch_size": 1 << 11, "samples_per_prompt": 513}},
-            r"^rollout\.samples_per_prompt = 513: with rollout\.batch_size = 2048 .* 1048576 samples. Lower either$",
+            r"^rollout\.samples_per_prompt = 513: with rollout\.batch_size = 2048 .* 1048576 samples\. Lower rollout",
         ),
         (
             {**MINIMAL, "training": {"micro_batch_tokens": HUGE}},

@@ -214,6 +214,6 @@ def test_an_unknown_metric_is_refused_before_the_run() -> None:
 
 
 @pytest.mark.parametrize("name", ["group_id", "response_ids", "rollout_logprobs"])
-def test_a_column_that_is_no_metric_is_refused(name: str) -> None:
+def test_a_column_that_is_not_a_metric_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=f"^algorithm.filter_metric = '{name}': the column has no number that"):
         trace(name)

@@ -107,7 +107,7 @@ def test_json_that_is_damaged_is_one_line(model, tmp_path, name, text) -> None:
 
 
 @pytest.mark.parametrize("name", JSON_FILES)
-def test_json_that_is_no_file_is_one_line(model, tmp_path, name) -> None:
+def test_json_that_is_not_a_file_is_one_line(model, tmp_path, name) -> None:
     (model / name).unlink()
     (model / name).mkdir()
     assert name in refusal(model, tmp_path)
@@ -308,7 +308,7 @@ def test_a_made_tokenizer_is_refused_where_the_model_has_another(model, tmp_path
 
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
 @pytest.mark.parametrize("value", ["./absent", "/absent", "~/absent", "../absent", "a/b/c", "absent/", "no such"])
-def test_path_that_is_absent_is_told_as_a_path(model, tmp_path, monkeypatch, key, value) -> None:
+def test_path_that_is_absent_is_named_as_a_path(model, tmp_path, monkeypatch, key, value) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"path": value} if key == "path" else {"path": str(model), "tokenizer": value}
     with pytest.raises(ConfigError) as refused:
@@ -326,7 +326,7 @@ def test_hub_name_that_is_nowhere_says_both(tmp_path, monkeypatch, value) -> Non
     )
 
 
-def test_path_to_a_file_is_told_as_a_path(model, tmp_path, monkeypatch) -> None:
+def test_path_to_a_file_is_named_as_a_path(model, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "is a file, not a directory" in refusal("model/config.json", tmp_path)
     assert "is a file, not a directory" in refusal("./model/model.safetensors", tmp_path)
@@ -356,7 +356,7 @@ def test_backend_that_cannot_run_the_model_is_named(model, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("key", ["max_positions", "hidden_size", "intermediate_size", "num_layers", "num_heads"])
-def test_size_beside_a_path_is_true_or_refused(model, tmp_path, key) -> None:
+def test_size_next_to_a_path_is_true_or_refused(model, tmp_path, key) -> None:
     actual = getattr(build(model, tmp_path).shape, key)
     assert getattr(build(model, tmp_path, **{key: actual}).shape, key) == actual
     message = refusal(model, tmp_path, **{key: actual + 1})
@@ -371,7 +371,7 @@ def test_stretched_context_is_the_models(model, tmp_path) -> None:
     assert "has max_positions = 96" in refusal(model, tmp_path, max_positions=48)
 
 
-def test_reward_model_is_no_model_to_train(model, tmp_path) -> None:
+def test_reward_model_is_not_a_model_to_train(model, tmp_path) -> None:
     weights = load_file(model / "model.safetensors")
     weights["score.weight"] = weights.pop("lm_head.weight")[:1].clone()
     save_file(weights, model / "model.safetensors")

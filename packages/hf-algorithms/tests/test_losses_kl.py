@@ -118,7 +118,7 @@ def fixed_point_of_k3_in_the_loss() -> np.ndarray:
     return BETA * REFERENCE / (BETA + low - REWARDS)
 
 
-def test_fixed_points_tell_the_forms_apart() -> None:
+def test_fixed_points_distinguish_the_forms() -> None:
     reverse = REFERENCE * np.exp(REWARDS / BETA)
     reverse /= reverse.sum()
     other = fixed_point_of_k3_in_the_loss()

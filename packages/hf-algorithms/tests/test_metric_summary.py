@@ -8,7 +8,7 @@ from statistics import NormalDist, fmean, stdev
 
 import pytest
 
-from hf_algorithms.evaluation.statistics import (
+from hf_algorithms.evaluation.metric_summary import (
     compute_mean_interval,
     compute_pass_at_k,
     compute_wilson_interval,

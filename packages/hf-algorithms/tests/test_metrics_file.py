@@ -104,7 +104,7 @@ def test_a_long_file_is_sampled_until_it_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["", "{", "[1]", "1" * 5000, "[" * 100_000, '"x"'])
-def test_what_is_not_an_object_is_no_row(line):
+def test_what_is_not_an_object_is_not_a_row(line):
     assert parse_row(line) is None
 
 

@@ -154,7 +154,7 @@ def test_a_recipe_that_cannot_be_had_is_one_line(module: Path, algorithm: dict[s
 @pytest.mark.parametrize(
     "source", ["raise RuntimeError('broken')", "import sys; sys.exit(3)", "def", "import nothing_here"]
 )
-def test_a_module_that_raises_is_told_with_its_place(module: Path, source: str) -> None:
+def test_a_module_that_raises_is_named_with_its_place(module: Path, source: str) -> None:
     module.write_text(source)
     with pytest.raises(ConfigError, match=rf"(?s)^algorithm\.recipe = .*: its module raised .*{module.name}"):
         parse_config({**DATA, "algorithm": {"recipe": f"{module}:MINE"}})

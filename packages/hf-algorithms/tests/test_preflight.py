@@ -344,7 +344,7 @@ def test_a_given_plan_has_budgets_of_its_own(build: Callable[..., Config], tmp_p
     assert "data.test" not in error, "the critic sees no test rows"
 
 
-def test_every_problem_is_told_at_once(build: Callable[..., Config]) -> None:
+def test_every_problem_is_reported_at_once(build: Callable[..., Config]) -> None:
     config = build(
         data={"validation": "absent.jsonl"},
         algorithm={"mini_batches": 3},

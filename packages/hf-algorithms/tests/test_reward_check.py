@@ -302,7 +302,7 @@ def test_a_check_of_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch
         check(monkeypatch, answers_checked_by(lambda prompt, answer: None)(lambda prompts, responses, answers: [1.0]))
 
 
-def test_a_check_that_is_no_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_that_is_not_a_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     function = answers_checked_by("any")(lambda prompts, responses, answers: [1.0])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"^reward.function = 'mine:f': check_answer is 'any', not a function"):
         check(monkeypatch, function)

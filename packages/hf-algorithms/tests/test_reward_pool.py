@@ -135,7 +135,7 @@ def test_an_exception_ends_the_run_with_its_place(functions: ScoringFunctions, f
 
 
 def test_a_column_that_the_data_lacks_is_named(functions: ScoringFunctions) -> None:
-    with pytest.raises(RewardError, match=r"has the parameter 'group', which is not offered, and the data has no"):
+    with pytest.raises(RewardError, match=r"has the parameter 'group', which is neither offered nor a column"):
         functions.score(samples("a"), [BY_GROUP])
     absent = samples("a", columns=[{"size": 1}])  # from this batch alone
     assert functions.score(absent, [BY_GROUP])[0].scores == [1.0]

@@ -198,7 +198,7 @@ def folder(tmp_path):
         del sys.modules[name]
 
 
-def test_a_function_is_found_beside_the_configuration(folder):
+def test_a_function_is_found_next_to_the_configuration(folder):
     path = list(sys.path)
     function = load_function("my_rewards:brevity", search_path=[folder])
     assert function(["p"], ["r"], ["a"]) == [0.5]
@@ -267,7 +267,7 @@ def test_an_import_that_takes_long_is_mentioned(folder, monkeypatch, capfd):
     assert capfd.readouterr().err == "'slow_rewards:score': importing slow_rewards has taken 0.01 s and goes on\n"
 
 
-def test_a_file_that_was_edited_since_its_load_is_loaded_anew(tmp_path: Path) -> None:
+def test_a_file_that_was_edited_is_loaded_again(tmp_path: Path) -> None:
     file = tmp_path / "edited_rewards.py"
     for paid in (1.0, 5.0):
         file.write_text(f"def score(responses):\n    return [{paid}] * len(responses)\n")
@@ -322,7 +322,7 @@ def test_a_folder_without_the_module_does_not_hide_it(folder, found):
     assert load_function("hf_algorithms.rewards:exact_match", search_path=[folder]) is exact_match
 
 
-def test_namesakes_beside_a_reward_do_not_reach_its_imports(folder):
+def test_namesakes_next_to_a_reward_do_not_reach_its_imports(folder):
     """Of modules that were not loaded before, too: `turtle` draws, and `this` is a poem."""
     for name in ("turtle", "this", "random", "torch"):
         (folder / f"{name}.py").write_text("raise RuntimeError('imported by mistake')\n")

@@ -166,7 +166,7 @@ def test_parts_of_a_message_that_are_text_are_joined(tmp_path: Path) -> None:
         (float("nan"), "has NaN as content, not a finite number"),
     ],
 )
-def test_content_that_is_no_text_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
+def test_content_that_is_not_text_is_refused(content: Any, reason: str, tmp_path: Path) -> None:
     path = write_chat(tmp_path / "a.jsonl", {"role": "user", "content": content})
     with pytest.raises(DataError, match=re.escape(f"a.jsonl, line 1: message 1 of field 'messages' {reason}")):
         load_rows(path)

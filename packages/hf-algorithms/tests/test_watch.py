@@ -135,7 +135,7 @@ def test_the_key_q_leaves_and_new_lines_are_shown(directory: Path) -> None:
     assert "iteration 40 of 100" in text and "finished  iteration 41 of 100" in text and "q leaves" in text
 
 
-def test_output_that_is_no_terminal_is_printed_once(directory: Path, tmp_path: Path) -> None:
+def test_output_that_is_not_a_terminal_is_printed_once(directory: Path, tmp_path: Path) -> None:
     found = CliRunner().invoke(watch, [str(directory)])
     assert found.exit_code == 0 and "iteration 40 of 100" in found.output and "it is 3" in found.output
     (tmp_path / "empty").mkdir()

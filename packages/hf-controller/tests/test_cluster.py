@@ -59,4 +59,4 @@ def test_the_second_failed_start_is_an_error(monkeypatch):
 def test_a_size_that_ray_refuses_is_not_tried_again(monkeypatch):
     asked, _, reason = start(monkeypatch, ValueError("too small"))
     assert asked.count("init") == 1 and asked[-1] == "shutdown"
-    assert "Ray starts no cluster with" in reason and "too small" in reason
+    assert "the local Ray cluster did not start with" in reason and "too small" in reason

@@ -91,7 +91,7 @@ def test_a_passed_on_failure_is_reported_as_by_its_own_call():
     assert log.find_cause(failed(2).failure).origin == "call 2"
 
 
-def test_what_was_told_keeps_no_exception():
+def test_a_reported_failure_keeps_no_exception():
     log, seen = FailureLog(), failed(1).failure
     assert seen.exception is not None
     log.tell(1, seen)
@@ -120,7 +120,7 @@ def test_a_call_is_settled_by_success_or_a_reported_failure():
     assert log.find_untold() is None
 
 
-def test_failures_of_a_pool_that_is_built_again_are_no_news():
+def test_failures_of_a_pool_that_is_built_again_are_not_reported():
     log = FailureLog()
     log.note([failed(1), failed(3)], POOL)
     log.note([failed(2), failed(4)], OTHER_POOL)  # which has the same name

@@ -37,7 +37,7 @@ def test_our_own_errors_come_back_as_themselves():
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), PickyError(1, 2)])
-def test_others_become_one_error_that_tells_everything(error):
+def test_others_become_one_error_that_names_everything(error):
     answer = failure_of(error).to_error()
     assert isinstance(answer, RemoteCallError)
     assert isinstance(answer, WorkerError)

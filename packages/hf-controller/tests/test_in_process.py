@@ -157,7 +157,7 @@ with InProcessExecutor() as executor:
     assert done.stdout.splitlines() == ["False", "RemoteCallError", "[0, 1]", "0"], done.stderr
 
 
-def test_what_is_no_pool_or_spec_is_refused_by_name():
+def test_other_than_a_pool_or_spec_is_refused_by_name():
     pool = ResourcePool([1], device="cpu", name="small")
     with InProcessExecutor() as executor:
         for specs in ({}, [1], None, {"a": AddingModel}, {1: WorkerSpec(worker=AddingModel, topology=ONE)}):

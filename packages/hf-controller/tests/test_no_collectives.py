@@ -75,7 +75,7 @@ class Stages(Worker):
         return TensorDict({"x": batch["x"] * 2}, batch_size=batch.batch_size)
 
 
-def test_every_rank_of_a_call_runs_whatever_became_of_the_others():
+def test_every_rank_of_a_call_runs_even_if_others_fail():
     stages_spec = WorkerSpec(worker=Stages, topology=Topology(ParallelSpec(pp_size=2)))
     with InProcessExecutor() as executor:
         stages = executor.build_groups(pool(2), {"stages": stages_spec})["stages"]

@@ -29,7 +29,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("topology", NO_TOPOLOGIES, ids=repr)
-def test_what_is_no_topology_is_refused(model, ranks1, topology):
+def test_what_is_not_a_topology_is_refused(model, ranks1, topology):
     wanted = f"topology={topology!r}. Use a Topology, such as Topology(ParallelSpec(dp_size=2))"
     training = {"topology": topology, "config": TrainConfig(learning_rate=1e-3)}
     for names, arguments in ((("transformers", "server"), {"topology": topology}), (("fsdp", "megatron"), training)):

@@ -71,7 +71,7 @@ def copy_with(model, directory, **more):
     return directory
 
 
-def test_buffers_that_are_no_parameters_are_left_out(model, tmp_path):
+def test_buffers_that_are_not_parameters_are_left_out(model, tmp_path):
     more = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(16) for layer in range(2)}
     copy = copy_with(model, tmp_path, **more)
     assert check_conversion(copy, *layouts(copy)) == check_conversion(model, *layouts(model))

@@ -68,7 +68,7 @@ def test_experts_context_and_machines_are_planned(capsys):
     assert received["ep"] == pytest.approx(2 * experts / 2 * 3 / 4)
 
 
-def test_a_reader_that_has_enough_is_no_error(monkeypatch, capsys):
+def test_a_reader_that_has_enough_is_not_an_error(monkeypatch, capsys):
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as stdout:

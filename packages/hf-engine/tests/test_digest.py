@@ -13,7 +13,7 @@ def tensor(numel, seed=0):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 2047, 2048, 2049, 5000])
-def test_equal_bits_have_equal_digests_whatever_the_strides(numel):
+def test_equal_bits_have_equal_digests_with_any_strides(numel):
     values = tensor(numel * 2)
     assert compute_digest(values[::2]) == compute_digest(values[::2].contiguous())
     assert compute_digest(values[::2]) == compute_digest(values[::2].contiguous().view(torch.int32))

@@ -197,6 +197,6 @@ def fail_on_the_way_back(model):
     return failed.value.__notes__
 
 
-def test_a_way_back_that_fails_too_is_told(ranks2, tmp_path):
+def test_a_way_back_that_fails_too_is_reported(ranks2, tmp_path):
     told = ranks2.run(fail_on_the_way_back, write_tiny_model(tmp_path))
     assert told == [["the way back to training failed too: ZeroDivisionError: mine"]] * 2

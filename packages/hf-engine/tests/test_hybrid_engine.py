@@ -135,7 +135,7 @@ def hold_one_copy(model, bucket_bytes):
 
 
 @pytest.mark.parametrize("bucket_bytes", [1 << 14, 1 << 20])
-def test_a_rank_holds_its_generation_shard_and_nothing_beside_it(ranks2, tmp_path, bucket_bytes):
+def test_a_rank_holds_its_generation_shard_and_nothing_else(ranks2, tmp_path, bucket_bytes):
     model = write_tiny_model(tmp_path)
     steps = ranks2.run(hold_one_copy, model, bucket_bytes)
     assert steps[0] == steps[1]

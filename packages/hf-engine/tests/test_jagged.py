@@ -52,14 +52,14 @@ def test_columns_without_token_ids_are_refused(rows, message):
         read_ids(TensorDict({"ids": column}, batch_size=[2]), "ids", 10)
 
 
-def test_what_lies_between_rows_is_no_token():
+def test_values_between_rows_are_not_tokens():
     column = torch.nested.nested_tensor_from_jagged(
         torch.tensor([99, 1, 2, 99, 3]), offsets=torch.tensor([1, 4, 5]), lengths=torch.tensor([2, 1])
     )
     assert read_ids(TensorDict({"ids": column}, batch_size=[2]), "ids", 10).lengths.tolist() == [2, 1]
 
 
-def test_no_batch_is_no_batch():
+def test_values_that_are_not_batches_are_refused():
     with pytest.raises(BatchError, match=r"batch=None. Use a TensorDict with the columns \['ids'\]"):
         require_columns(None, ("ids",))
 

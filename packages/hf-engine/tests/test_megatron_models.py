@@ -101,7 +101,7 @@ def refusal_of(directory):
             "rope_parameters: factor=None must be a number of at least 1",
         ),
         ({"vocab_size": 65}, "1 of .* parameters differ, such as 'model.embed_tokens.weight'"),
-        ({"model_type": "unheard-of"}, "model_type='unheard-of' is not known"),
+        ({"model_type": "unheard-of"}, "model_type='unheard-of' is not supported"),
     ],
 )
 def test_models_that_it_cannot_express_are_refused(ranks1, tmp_path, entries, message):
@@ -154,9 +154,9 @@ def refuse_layouts(model, three_heads):
         build(model, Topology(ParallelSpec(dp_size=4)))
     actor = build(model, Topology(ParallelSpec(pp_size=2)))
     critic = build(model, Topology(ParallelSpec(pp_size=2)), head="value")
-    refused("megatron-core keeps one layout per process", dp_size=2)
+    refused("megatron-core keeps one layout in a process", dp_size=2)
     actor.close()
-    refused("megatron-core keeps one layout per process", dp_size=2)
+    refused("megatron-core keeps one layout in a process", dp_size=2)
     assert critic.compute_values(build_batch(2, vocab_size=VOCAB_SIZE))["values"].values().eq(0).all()
     critic.close()
     critic.close()

@@ -28,7 +28,7 @@ def test_host_bytes_are_those_of_the_container(machine_of):
         (0, None, "cache_bytes=0 must be a whole number of at least 1"),
         ("1G", None, "cache_bytes='1G' must be a whole number of at least 1"),
         (1.5e6, None, "cache_bytes=1500000.0 must be a whole number"),
-        (1 << 60, None, r"cache_bytes=1152921504606846976 is not below the memory of \d+ bytes. Lower it"),
+        (1 << 60, None, r"cache_bytes=1152921504606846976 is not below the memory of \d+ bytes. Lower cache_bytes"),
         (None, "a third", "cache_fraction='a third'. Use a share"),
         (None, 0.0, "cache_fraction=0.0. Use a share"),
         (None, 1.0, "cache_fraction=1.0. Use a share"),
@@ -43,7 +43,7 @@ def test_sizes_that_are_none_are_refused(cache_bytes, fraction, message):
 
 def test_sequences_are_at_most_as_long_as_the_models():
     assert (choose_positions(None, 48), choose_positions(20, 48), choose_positions(48, 48)) == (48, 20, 48)
-    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower it"):
+    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower max_positions"):
         choose_positions(49, 48)
 
 

@@ -111,7 +111,7 @@ def test_surplus_layers_of_an_unknown_family_are_refused(model):
     assert "'model.embed_tokens.weight' is (64, 64), vocab_size is 32" in refusal(model)
 
 
-def test_layers_that_predict_further_tokens_are_no_surplus(model):
+def test_layers_that_predict_further_tokens_are_not_refused(model):
     """As those that transformers ignores by name of DeepSeek-V3 and GLM-4.5."""
 
     def add(weights):
@@ -337,7 +337,7 @@ KINDS = {
     "empty": (lambda d: [path.unlink() for path in d.iterdir()], "has no config.json: it is empty"),
     "pickled": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        "but pytorch_model.bin, which runs code of others when it is read. Load it with",
+        "but pytorch_model.bin, which runs code of others when it is read. Load the model with",
     ),
     "Flax": (lambda d: (d / "model.safetensors").rename(d / "flax_model.msgpack"), "the format of Flax"),
     "only GGUF": (lambda d: (d / "model.safetensors").rename(d / "m.gguf"), "but m.gguf, the format of GGUF"),

@@ -218,7 +218,7 @@ def test_vocabularies_are_padded_alike_on_both_sides(vocab, tp, expected):
         ),
     ],
 )
-def test_sizes_that_do_not_share_out_are_refused(change, sizes, message):
+def test_sizes_that_do_not_divide_evenly_are_refused(change, sizes, message):
     model = ModelShape(name="odd", **{**BASE, **change})
     with pytest.raises(ReshardError, match=message):
         megatron_layout(model, Topology(ParallelSpec(**sizes)))

@@ -80,7 +80,7 @@ def change_weights_on_rank_1(model):
     return version
 
 
-def test_ranks_that_disagree_about_changes_are_told(ranks2, tmp_path):
+def test_ranks_that_disagree_about_changes_are_reported(ranks2, tmp_path):
     assert ranks2.run(change_weights_on_rank_1, write_tiny_model(tmp_path)) == [1, 1]
 
 

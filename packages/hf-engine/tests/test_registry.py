@@ -49,7 +49,7 @@ def test_an_unknown_name_lists_the_installed_ones(installed):
 
 
 @pytest.mark.parametrize("name", [["vllm"], None, ""])
-def test_what_is_no_name_is_refused(name):
+def test_what_is_not_a_name_is_refused(name):
     with pytest.raises(BackendError, match=r"the training backend=.*. Use a name"):
         load_train_backend(name)
     with pytest.raises(BackendError, match=r"the rollout backend=.*. Use a name"):
@@ -77,7 +77,7 @@ def test_the_error_of_a_wrong_version_has_the_install_command(installed, tmp_pat
     assert str(error.value).endswith('pip install "no-such-library>=2.1,<3"')
 
 
-def test_a_shared_library_that_does_not_load_is_no_other_version(installed, tmp_path, monkeypatch):
+def test_a_shared_library_that_does_not_load_is_not_a_version(installed, tmp_path, monkeypatch):
     (tmp_path / "broken_library").mkdir()
     (tmp_path / "broken_library" / f"_core{EXTENSION_SUFFIXES[0]}").write_text("no library")
     (tmp_path / "backend_of_a_third.py").write_text("import broken_library._core\n")

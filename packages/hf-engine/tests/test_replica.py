@@ -70,7 +70,7 @@ def be_given_something_else():
     generate(7)
 
 
-def test_ranks_that_are_given_something_else_are_told(ranks2):
+def test_ranks_that_are_given_something_else_are_reported(ranks2):
     ranks2.run(be_given_something_else)
 
 

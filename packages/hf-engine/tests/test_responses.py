@@ -100,7 +100,7 @@ def test_an_end_that_the_vocabulary_lacks_is_never_drawn():
     "row_ids",
     [torch.tensor([1.5]), torch.tensor([[1, 2]]), torch.nested.nested_tensor([torch.arange(2)], layout=torch.jagged)],
 )
-def test_row_ids_that_are_no_column_of_whole_numbers_are_refused(row_ids):
+def test_row_ids_must_be_a_column_of_whole_numbers(row_ids):
     with pytest.raises(BatchError, match=r"the column 'row_id' is .*. Use one whole number a row"):
         read([[3]], row_ids)
 

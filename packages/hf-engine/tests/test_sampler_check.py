@@ -207,7 +207,7 @@ def size_of_samples(model, num_rows):
     return size
 
 
-def test_what_ranks_tell_does_not_grow_with_the_batch(ranks1, tmp_path):
+def test_what_ranks_exchange_does_not_grow_with_the_batch(ranks1, tmp_path):
     model = write_tiny_model(tmp_path, max_position_embeddings=128)
     (small,), (large,) = (ranks1.run(size_of_samples, model, rows) for rows in (8, 512))
     assert large < 1.5 * small

@@ -66,7 +66,7 @@ def free_url():
 @pytest.mark.parametrize(
     "url", ["127.0.0.1:30000", "ftp://host:1", "http://", "http://host:port", "http://[::1", "http://a b", ""]
 )
-def test_what_is_no_url_is_refused(url):
+def test_what_is_not_a_url_is_refused(url):
     with pytest.raises(
         BackendError, match=r"rollout.options.urls: '.*' is not a URL. Set it to one such as 'http://127.0.0.1"
     ):
@@ -124,7 +124,7 @@ def test_what_never_speaks_is_not_waited_for():
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("inf"), 1e30, "5"])
-def test_what_is_no_deadline_is_refused(seconds):
+def test_what_is_not_a_deadline_is_refused(seconds):
     with pytest.raises(BackendError, match=r"rollout.options.timeout_s=.* must be a finite number"):
         connect("http://127.0.0.1:1", timeout_s=seconds)
     with pytest.raises(BackendError, match=r"rollout.options.connect_timeout_s=.* must be a finite number"):
@@ -309,7 +309,7 @@ def answer_as(paths):
     return lambda handler: reply(handler, paths.get(handler.path, {}), 200 if handler.path in paths else 404)
 
 
-def test_what_is_no_server_of_an_engine_is_refused(ranks1, ranks2, tmp_path):
+def test_what_is_not_a_server_of_an_engine_is_refused(ranks1, ranks2, tmp_path):
     model = write_tiny_model(tmp_path)
     sglang = {"/server_info": {"version": "0.4.9", "max_total_num_tokens": 1, "dtype": "float32"}}
     with (

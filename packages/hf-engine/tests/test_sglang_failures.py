@@ -77,9 +77,9 @@ def refuse(models, directory):
         build(models["tied"], Topology(ParallelSpec(dp_size=2), GenerationSpec()))
     with pytest.raises(BackendError, match=r"absent': no such directory"):
         build(models["tied"] / "absent", ONE)
-    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower it"):
+    with pytest.raises(BackendError, match=r"max_positions=49 is above the model's 48 positions. Lower max_positions"):
         build(models["tied"], ONE, max_positions=49)
-    with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*. Raise it"):
+    with pytest.raises(BackendError, match=r"cache_bytes=600 holds 1 tokens of 512 bytes .*. Raise cache_bytes"):
         build(models["tied"], ONE, cache_bytes=600)
     lacking = write_tiny_model(directory / "lacking")
     weights = load_file(lacking / "model.safetensors")

@@ -142,7 +142,7 @@ def results_of_rank(model, cut):
     return {name: tensor for name, tensor in found.items() if name.startswith("gradient")}
 
 
-def test_groups_that_are_cut_over_ranks_have_the_same_gradients(ranks1, ranks2, tmp_path):
+def test_groups_split_over_ranks_have_the_same_gradients(ranks1, ranks2, tmp_path):
     model = write_tiny_family(tmp_path, "qwen3")
     (alone,) = ranks1.run(results_of_rank, model, [list(range(8))])
     for found in ranks2.run(results_of_rank, model, [[0, 1, 2, 3, 4], [5, 6, 7]]):

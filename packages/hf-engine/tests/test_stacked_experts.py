@@ -97,7 +97,7 @@ def test_parts_of_one_tensor_stand_for_the_stack():
     assert stack_of(own, views, views) is own
 
 
-def test_parts_that_lie_apart_are_no_stack():
+def test_parts_that_lie_apart_are_not_a_stack():
     own, views = stacked_pair()
     first, second = views
     for given in (

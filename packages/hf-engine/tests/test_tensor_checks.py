@@ -27,7 +27,7 @@ def test_tensors_of_one_other_dtype_are_one_line(built, given):
     check_weights(fsdp_layout(SHAPES, range(2), dtype=given), 0, tensors(getattr(torch, given)), "source")
 
 
-def test_other_faults_are_told_next_to_the_dtype():
+def test_other_faults_are_named_in_addition_to_the_dtype():
     weights = tensors(torch.bfloat16) | {"layer.3.weight": torch.zeros(3, 2, dtype=torch.bfloat16)}
     with pytest.raises(ReshardError, match=r"all 26 are bfloat16.*'layer.3.weight' has shapes") as refused:
         check_weights(fsdp_layout(SHAPES, range(2)), 0, weights, "source")

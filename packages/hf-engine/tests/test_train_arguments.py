@@ -72,7 +72,7 @@ def name_no_directory(model, backend_name, absent):
 
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
-def test_what_is_no_directory_is_named(ranks1, tmp_path, backend):
+def test_what_is_not_a_directory_is_named(ranks1, tmp_path, backend):
     model = write_tiny_model(tmp_path, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     (message,) = ranks1.run(name_no_directory, model, backend, str(tmp_path / "absent"))
     assert "absent': no such directory" in message

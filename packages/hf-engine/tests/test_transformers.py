@@ -132,7 +132,7 @@ def test_memory_is_given_back_and_taken_again(models):
     shapes = dict(backend.weight_layout().shapes)
     assert {name: tuple(tensor.shape) for name, tensor in backend.weight_buffers().items()} == shapes
     backend.release()
-    with pytest.raises(BackendError, match=r"were released. Resume and send them again before commit_weights"):
+    with pytest.raises(BackendError, match=r"were released\. Call resume\(\) and send them again"):
         backend.commit_weights(1)
     assert {tensor.untyped_storage().size() for tensor in backend.weight_buffers().values()} == {0}
     assert dict(backend.weight_layout().shapes) == shapes
@@ -145,7 +145,7 @@ def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
     if torch.cuda.is_available():
         memory = torch.cuda.mem_get_info()[1]
     share = 1000.5 / memory
-    with pytest.raises(BackendError, match=r"bytes of keys and values, above cache_bytes=1000. Raise it"):
+    with pytest.raises(BackendError, match=r"bytes of keys and values, above cache_bytes=1000. Raise cache_bytes"):
         build(models["tied"], cache_fraction=share).generate(
             build_prompts(1, vocab_size=VOCAB_SIZE), SamplingParams(max_new_tokens=9)
         )

@@ -70,7 +70,7 @@ def refuse_what_is_out_of_place():
         with pytest.raises(BackendError, match="version="):
             state.check_commit(wrong)
     state.is_released = True
-    with pytest.raises(BackendError, match=r"the KV cache was released. Resume before generating"):
+    with pytest.raises(BackendError, match=r"the KV cache was released\. Call resume\(\)"):
         state.check_ready()
 
 

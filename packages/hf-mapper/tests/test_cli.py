@@ -66,13 +66,13 @@ def test_the_table_names_what_was_chosen(config: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"l40s"', '"l40"', "gpu 'l40' is unknown; nearest: l40s"),
+        ('"l40s"', '"l40"', "gpu 'l40' is unknown. Use one of l40s"),
         ("num_gpus = 4", "num_gpus = -4", "num_gpus=-4"),
         ("num_gpus = 4", "num_gpus = 0", "num_gpus=0 must be a whole number of at least 1"),
         ("global_batch = 64", "global_batch = -64", "global_batch=-64 must be a whole number of at least 1"),
         ("response_tokens = 256", "response_tokens = 0", "response_tokens=0 must be a whole number of at least 1"),
         ("mini_batches = 4", "mini_batches = 5", "mini_batches=5 does not divide the 64 sequences"),
-        ('actor = "qwen2.5-0.5b"', 'actor = "qwen2.5-0.6b"', "'qwen2.5-0.6b' is unknown; near it: qwen2.5-0.5b"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "qwen2.5-0.6b"', "'qwen2.5-0.6b' is unknown. Use one of qwen2.5-0.5b"),
         ('actor = "qwen2.5-0.5b"', "actor = { params_b = 0 }", "models.actor: params_b=0 must be above 0"),
         (
             'actor = "qwen2.5-0.5b"',
@@ -197,7 +197,7 @@ def test_the_smallest_cluster_that_an_error_names_would_do(config: Path) -> None
     config.write_text(problem)
     refused = CliRunner().invoke(main, ["plan", str(config)])
     assert refused.exit_code == 2
-    found = re.search(r"the smallest cluster that would do: (\d+) machines of 4 x l40s", refused.output)
+    found = re.search(r"The smallest cluster that would do is (\d+) machines of 4 x l40s", refused.output)
     assert found, refused.output
     for count, code in ((int(found.group(1)), 0), (int(found.group(1)) - 1, 2)):
         more = f"num_gpus = 4\nnum_machines = {count}"

@@ -30,7 +30,7 @@ def test_unknown_engine_counts_as_the_one_of_plans(write: Write, framework: str 
 
 
 @pytest.mark.parametrize("sizes", [("params_b",), ("layers", "hidden", "heads")])
-def test_models_without_a_name_are_told_apart_by_their_sizes(write: Write, sizes: tuple[str, ...]) -> None:
+def test_models_without_a_name_are_distinguished_by_their_sizes(write: Write, sizes: tuple[str, ...]) -> None:
     small, large = {"params_b": 7, "layers": 32, "hidden": 4096, "heads": 32}, {"params_b": 13, "layers": 40,
         "hidden": 5120, "heads": 40}  # fmt: skip
     nameless = {key: value for key, value in TRAINED.items() if key != "params_b"}

@@ -194,7 +194,7 @@ def test_layouts_that_no_program_could_run_are_refused(layout: ParallelSpec, mes
             simulate(*given, layouts, WORKLOAD)  # type: ignore[operator] # each takes these
 
 
-def test_sequences_that_do_not_share_out_are_refused() -> None:
+def test_sequences_that_do_not_divide_evenly_are_refused() -> None:
     given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster, ParallelSpec(dp_size=5), WORKLOAD)
     for simulate, count in ((simulate_training, 128), (simulate_inference, 1024)):
         with pytest.raises(TopologyError, match=f"{count} sequences at a time do not divide evenly by dp_size=5"):

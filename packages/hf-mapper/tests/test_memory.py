@@ -160,11 +160,11 @@ def test_fsdp_that_gathers_the_model_holds_it_and_its_gradients() -> None:
     ends, gradients = 2 * LLAMA.vocab_size * LLAMA.hidden_size, 4 * LLAMA.num_parameters
     beyond_two_layers = 2 * (LLAMA.num_parameters - ends) * (1 - 2 / LLAMA.num_layers)
     assert whole - layer == pytest.approx(beyond_two_layers + gradients)
-    with pytest.raises(ConfigError, match="gathers 'layers' is unknown; nearest: layer"):
+    with pytest.raises(ConfigError, match=r"gathers 'layers' is unknown. Use one of layer"):
         SoftwareSpec(gathers="layers")
 
 
-def test_fsdp_holds_embedding_and_head_beside_two_layers() -> None:
+def test_fsdp_holds_embedding_and_head_and_two_layers() -> None:
     small, large = (dataclasses.replace(LLAMA, vocab_size=size) for size in (1, 1 + 1000))
     workload = dataclasses.replace(WORKLOAD, recompute="none")
     work = [work_bytes(model, ParallelSpec(dp_size=8), workload, backend="fsdp") for model in (small, large)]

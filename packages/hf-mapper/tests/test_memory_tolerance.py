@@ -73,7 +73,7 @@ def test_the_fullest_pool_bounds_how_much_more_may_be_needed(build: Callable[...
     assert found.largest_error == min(found.optimal_to - 1, 1 - found.optimal_from)
 
 
-def test_who_leaves_it_out_or_stops_gets_none(build: Callable[..., MapperConfig]) -> None:
+def test_left_out_or_stopped_it_gives_no_tolerance(build: Callable[..., MapperConfig]) -> None:
     problem = build("grpo", "llama-2-7b", 16)
     assert explain_plan(problem, robustness=False).memory is None
     assert explain_plan(problem, lambda: True).memory is None

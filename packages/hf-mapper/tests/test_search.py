@@ -152,7 +152,7 @@ def test_infeasible_problem_names_the_smallest_cluster(paper_problem: Callable[.
         map_dataflow(*paper_problem("ppo", "llama-2-13b", 8))
     assert "no placement of actor llama-2-13b, critic llama-2-13b" in str(raised.value)
     assert "1 machine of 8 x a100-80 (80 GiB each)" in str(raised.value)
-    assert "smallest cluster that would do: 2 machines of 8 x a100-80" in str(raised.value)
+    assert "smallest cluster that would do is 2 machines of 8 x a100-80" in str(raised.value)
     assert "\n" not in str(raised.value)
 
 

@@ -117,7 +117,7 @@ def test_every_call_is_what_its_simulator_says() -> None:
     assert {call.kind for call in found.calls} == {"generation", "inference", "training"}
 
 
-def test_too_little_memory_is_told_by_call() -> None:
+def test_too_little_memory_is_reported_by_call() -> None:
     machines, shapes = cluster("rtx-4090", 4), models(LARGE)
     found = simulate_placement(PPO, shapes, machines, WORKLOAD, parse_placement("actor+critic+reference=4"))
     worst = found.overfull[0]

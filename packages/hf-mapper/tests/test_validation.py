@@ -286,7 +286,7 @@ def test_no_measured_run_is_called_out_of_memory() -> None:
         assert need.memory_bytes <= run.cluster.machine.gpu.usable_bytes, run.sweep
 
 
-def test_repeats_of_one_layout_are_no_sweep(write: Write) -> None:
+def test_repeats_of_one_layout_are_not_a_sweep(write: Write) -> None:
     [errors] = validate_folder(write([RUN, RUN, RUN]))
     assert errors.sweeps == ()
 

@@ -126,7 +126,7 @@ def test_unknown_words_are_refused_with_the_known_ones() -> None:
         Dataflow.preset("ppoo")
     with pytest.raises(ConfigError, match=r"^dataflow preset=3. Use one of ppo, remax, .*, online_dpo$"):
         Dataflow.preset(3)
-    with pytest.raises(ConfigError, match=r"actor\.run: kind='forward': one of generation, inference"):
+    with pytest.raises(ConfigError, match=r"actor\.run: kind='forward' is not one of 'generation', 'inference'"):
         ModelCall(role="actor", method="run", kind="forward", reads=())
 
 

@@ -7,7 +7,7 @@ from math import isnan, nan
 from hf_protocols import merge_metrics
 
 
-def test_sums_are_added_and_a_largest_stays_whatever_the_order() -> None:
+def test_sums_are_added_and_a_largest_stays_in_any_order() -> None:
     parts: list[dict[str, tuple[float, float]]] = [
         {"loss": (3.0, 2.0), "gap_max": (0.5, 1.0)},
         {"loss": (1.0, 2.0), "gap_max": (6.0, 2.0), "only": (4.0, 1.0)},
@@ -28,7 +28,7 @@ def test_negative_numbers_have_a_largest_too() -> None:
     assert merge_metrics([]) == {}
 
 
-def test_what_is_no_number_stays_in_any_order() -> None:
+def test_nan_stays_in_any_order() -> None:
     parts = [{"x_max": (0.5, 1.0)}, {"x_max": (nan, 1.0)}, {"x_max": (0.7, 1.0)}]
     for order in permutations(parts):
         assert isnan(merge_metrics(order)["x_max"][0])

@@ -160,15 +160,15 @@ def test_experts_have_their_own_width() -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"model preset 'llama-2-7B' is unknown; near it: llama-2-7b"):
+    with pytest.raises(ConfigError, match=r"model preset 'llama-2-7B' is unknown. Use one of llama-2-7b"):
         ModelShape.preset("llama-2-7B")
     for name in ("", "resnet-50"):
-        with pytest.raises(ConfigError, match=f"'{name}' is unknown; known: .*codellama-34b"):
+        with pytest.raises(ConfigError, match=f"'{name}' is unknown. Use one of .*codellama-34b"):
             ModelShape.preset(name)
 
 
 def test_an_unknown_family_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"model_type='gpt2' is not known: known are llama, mistral"):
+    with pytest.raises(ConfigError, match=r"model_type='gpt2' is not supported. Use a model of llama, mistral"):
         ModelShape.from_config({"model_type": "gpt2", **TINY})
 
 
@@ -178,7 +178,7 @@ def test_a_missing_size_is_named(key: str) -> None:
         ModelShape.from_config({name: size for name, size in TINY.items() if name != key})
 
 
-def test_heads_share_out_the_hidden_size_unless_theirs_is_given() -> None:
+def test_heads_divide_the_hidden_size_unless_theirs_is_given() -> None:
     sizes = {"model_type": "llama", **TINY, "hidden_size": 64, "num_attention_heads": 7}
     with pytest.raises(ConfigError, match=r"hidden_size=64 does not divide by num_attention_heads=7. Set head_dim"):
         ModelShape.from_config(sizes)
@@ -222,19 +222,19 @@ def test_sizes_that_make_no_model_are_refused(change: dict[str, int], message: s
 
 
 @pytest.mark.parametrize(("key", "value"), [("num_hidden_layers", "two"), ("hidden_size", 64.5), ("vocab_size", True)])
-def test_sizes_that_are_no_whole_numbers_are_refused(key: str, value: object) -> None:
+def test_sizes_that_are_not_whole_numbers_are_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"={value!r} must be a whole number")):
         ModelShape.from_config({**TINY, key: value})
 
 
-def test_what_is_no_configuration_and_no_name_is_refused() -> None:
+def test_other_than_a_configuration_or_name_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^config=3. Use a config\.json"):
         ModelShape.from_config(3)
     with pytest.raises(ConfigError, match=r"^model preset=3. Use a name"):
         ModelShape.preset(3)
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\xf8\x00\x80")
     with pytest.raises(ConfigError, match="is not valid JSON"):
         ModelShape.from_config(tmp_path / "model.safetensors")
@@ -265,7 +265,7 @@ MIXTRAL = {"model_type": "mixtral", **TINY, "num_key_value_heads": 4, "num_local
         ({"mlp_bias": 3}, "config.json: mlp_bias=3. Use true or false"),
         ({"_name_or_path": 5}, "config.json: _name_or_path=5. Use a name"),
         ({"_name_or_path": ["x"]}, r"config.json: _name_or_path=\['x'\]. Use a name"),
-        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not known: known are llama"),
+        ({"model_type": ["llama"]}, r"model_type=\['llama'\] is not supported. Use a model of llama"),
         ({**MIXTRAL, "num_experts_per_tok": 9}, "mixtral: num_experts_per_token=9 is above num_experts=4"),
     ],
 )

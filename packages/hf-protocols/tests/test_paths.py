@@ -17,7 +17,7 @@ def test_the_home_directory_stands_for_its_sign(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["", " ", "\ta", "a\u00a0", "a\0", "~no-such-user", "a" * 256, "a/" * 2048, "\ud800"])
-def test_a_text_that_is_no_path_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_path_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--output = .{2,80}: [^\n]*$"):
         read_path("--output", text)
 
@@ -41,7 +41,7 @@ def test_a_path_as_long_as_the_system_allows_is_kept() -> None:
     ],
     ids=["absent", "directory", "pipe", "device", "pointer", "gzip", "latin-1", "utf-16"],
 )
-def test_a_file_that_is_no_text_is_named(tmp_path: Path, make: object, reason: str) -> None:
+def test_a_file_that_is_not_text_is_named(tmp_path: Path, make: object, reason: str) -> None:
     make(tmp_path / "x")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=f"^the plan {tmp_path / 'x'} {reason}"):
         read_text(tmp_path / "x", "the plan", "a plan")

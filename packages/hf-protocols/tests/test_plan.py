@@ -119,7 +119,7 @@ def test_a_plan_without_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[1]", "3", '"plan"', "null", '{"schema_version": 1}'])
-def test_text_that_is_no_plan_is_refused(text: str) -> None:
+def test_text_that_is_not_a_plan_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="not a mapping plan"):
         MappingPlan.from_json(text)
 

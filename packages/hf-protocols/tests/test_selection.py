@@ -93,13 +93,13 @@ def test_rows_repeat_at_least_once() -> None:
 
 
 @pytest.mark.parametrize("intervals", ["ab", 3, None, [1, 2], ((1,),), ((0, 1, 2),), (("a", "b"),), ((0.5, 2),)])
-def test_what_are_no_intervals_is_refused(intervals: Any) -> None:
+def test_values_that_are_not_intervals_are_refused(intervals: Any) -> None:
     with pytest.raises(BatchError, match=r"^RowSelection\(.*\). Use pairs \(start, stop\) of whole numbers"):
         RowSelection(intervals)
 
 
 @pytest.mark.parametrize("rows", [3, None, ["a"], [1.5], [None]])
-def test_what_are_no_row_numbers_is_refused(rows: Any) -> None:
+def test_values_that_are_not_row_numbers_are_refused(rows: Any) -> None:
     with pytest.raises(BatchError, match=r"Use (row numbers, such as|pairs)"):
         RowSelection.from_rows(rows)
 
@@ -116,8 +116,8 @@ def test_wrong_kinds_of_arguments_are_refused() -> None:
 
 
 @pytest.mark.parametrize("mask", [[True, False], (False,), iter([True])])
-def test_a_mask_is_no_list_of_row_numbers(mask: Any) -> None:
-    with pytest.raises(BatchError, match=r"from_rows\(.*\): of a mask give the positions of its true entries"):
+def test_a_mask_is_not_a_list_of_row_numbers(mask: Any) -> None:
+    with pytest.raises(BatchError, match=r"from_rows\(.*\): a mask is not a list of row numbers"):
         RowSelection.from_rows(mask)
 
 

@@ -117,7 +117,7 @@ def test_users_protocols_obey_the_laws(data, topologies, more: int) -> None:
 
 @laws
 @given(data=st.data(), num_rows=st.integers(0, 40), seed=st.integers(0, 2**32))
-def test_any_sharing_out_of_the_rows_obeys_the_laws(data, topologies, num_rows: int, seed: int) -> None:
+def test_any_distribution_of_the_rows_obeys_the_laws(data, topologies, num_rows: int, seed: int) -> None:
     """A user's protocol drawn at random: rows permuted and cut anywhere, on ranks and collected in any order."""
     topology = data.draw(topologies())
 
@@ -258,7 +258,7 @@ def _backwards(held: dict[int, RowSelection], wanted: Sequence[RowSelection]) ->
     return hf_protocols.route(held, wanted).pieces[0][::-1]
 
 
-def test_what_cannot_be_called_is_no_protocol() -> None:
+def test_what_cannot_be_called_is_not_a_protocol() -> None:
     with pytest.raises(ProtocolError, match="a name and two functions, got None"):
         TransferProtocol("wrong", None, DP.collect)
 
@@ -270,7 +270,7 @@ def test_collected_ranks_are_a_tuple_of_whole_numbers(ranks: Any) -> None:
         check_transfer_protocol(wrong, FOUR, num_rows=9)
 
 
-def test_collected_ranks_are_no_generator() -> None:
+def test_collected_ranks_are_not_a_generator() -> None:
     wrong = replace(DP, name="wrong", collect=lambda _: Collection(iter(range(4))))  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match=r"^protocol 'wrong': collect returned Collection\(ranks=.*Return Coll"):
         check_transfer_protocol(wrong, FOUR, num_rows=9)

@@ -112,6 +112,8 @@ def test_the_defaults_are_megatron_and_hybridflow() -> None:
 
 def test_specs_parse_what_the_paper_writes() -> None:
     assert ParallelSpec.parse("1-8-2") == ParallelSpec(pp_size=1, tp_size=8, dp_size=2)
+    assert str(ParallelSpec.parse("1-8-2")) == "1-8-2" and str(GenerationSpec.parse("1-2")) == "1-2"
+    assert str(ParallelSpec(tp_size=2, dp_size=4, cp_size=2, ep_size=8)) == "1-2-4 cp 2 ep 8"
     assert ParallelSpec.parse("1-8-2").world_size == 16
     assert ParallelSpec(pp_size=2, tp_size=2, dp_size=2, cp_size=3, ep_size=6).world_size == 24
     assert GenerationSpec.parse("2-4") == GenerationSpec(gen_pp_size=2, gen_tp_size=4)
@@ -126,7 +128,7 @@ def test_text_of_another_form_is_refused(text: str) -> None:
         GenerationSpec.parse(text + "-" + text)
 
 
-def test_what_is_no_text_is_refused() -> None:
+def test_what_is_not_text_is_refused() -> None:
     for parse, form in ((ParallelSpec.parse, "pp-tp-dp, such as 1-8-2"), (GenerationSpec.parse, "pp-tp, such as 1-2")):
         with pytest.raises(TopologyError, match=f"^3 is not of the form {form}$"):
             parse(3)
@@ -210,11 +212,11 @@ def test_ranks_and_coordinates_are_whole_numbers(wrong: object) -> None:
         topology.rank(tp=wrong)  # type: ignore[arg-type]
 
 
-def test_a_truth_value_is_no_rank() -> None:
+def test_a_truth_value_is_not_a_rank() -> None:
     with pytest.raises(TopologyError, match=r"rank=True. Use a whole number"):
         Topology(ParallelSpec(dp_size=2)).coordinate(True)
 
 
-def test_a_size_of_thousands_of_digits_is_no_size() -> None:
+def test_a_size_of_thousands_of_digits_is_refused() -> None:
     with pytest.raises(TopologyError, match=r"^'1-1-9{60,80}\.\.\. is not of the form pp-tp-dp, such as 1-8-2$"):
         ParallelSpec.parse("1-1-" + "9" * 5000)

@@ -144,7 +144,7 @@ def test_uneven_results_follow_in_collected_order(selections: list[list[int]]) -
     }
 
 
-def test_a_rank_without_rows_holds_none() -> None:
+def test_a_rank_without_rows_gets_an_empty_selection() -> None:
     held = compute_held_rows(Collection((0, 1)), [RowSelection.range(0, 3), RowSelection()], 3)
     assert held == {0: RowSelection.range(0, 3), 1: RowSelection()}
     assert compute_held_rows(Collection((0,)), [RowSelection()], 0) == {0: RowSelection()}
@@ -330,7 +330,7 @@ def test_rows_to_split_are_counted(wrong: object) -> None:
             split_rows(6, wrong)  # type: ignore[arg-type]
 
 
-def test_a_word_is_no_list_of_items() -> None:
+def test_a_word_is_not_a_list_of_items() -> None:
     with pytest.raises(ProtocolError, match=r"^PerRank's items='abc'. Use a list with one item for each rank"):
         PerRank("abc")
 

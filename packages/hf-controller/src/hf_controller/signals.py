@@ -74,7 +74,7 @@ class SignalGuard:
         self._received = None
         try:
             yield
-        except BaseException:
+        except BaseException:  # that code may raise anything in the place of the signal's exception
             if self._received is None:
                 raise
         kinds = {self._received, self._lost}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_protocols.errors import TopologyError
+from hf_protocols.errors import HybridFlowError, TopologyError
 from hf_protocols.topology import Axis, Topology
 from hf_protocols.validation import Checks, show
 
@@ -25,6 +25,7 @@ __all__ = [
     "local_device",
     "local_world_size",
     "rank_in",
+    "require_process_group",
     "sum_over_group",
     "wait_for_connections",
     "wait_for_device",
@@ -37,6 +38,12 @@ _SETTLING_S = 0.2
 """A thread of gloo that has just ended a collective frees tensors, for which it needs Python. Where Python ends
 meanwhile, the process aborts: torchrun would report exit code -6, not 1. Here it has time to finish.
 """
+
+
+def require_process_group(error: type[HybridFlowError]) -> None:
+    """Refuses, with this error, a process that has no default process group."""
+    if not dist.is_initialized():
+        raise error("there is no process group. Call torch.distributed.init_process_group first")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
@@ -101,8 +108,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
     _check.kind("topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
     if timeout_s is not None:
         _check.number("timeout_s", timeout_s)
-    if not dist.is_initialized():
-        raise TopologyError("there is no process group. Call torch.distributed.init_process_group first")
+    require_process_group(TopologyError)
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
             f"the topology has {topology.world_size} ranks, the default process group {dist.get_world_size()}. "

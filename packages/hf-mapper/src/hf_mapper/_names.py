@@ -14,6 +14,5 @@ __all__ = ["unknown_name"]
 def unknown_name(what: str, name: str, known: Iterable[str]) -> ConfigError:
     """The error to raise for `name`, which is none of `known`; `what` says what it should have named."""
     names = sorted(known)
-    if near := find_similar(name, names, most=3):
-        return ConfigError(f"{what} {show(name)} is unknown; nearest: {', '.join(near)}")
-    return ConfigError(f"{what} {show(name)} is unknown; known: {', '.join(names) or 'none'}")
+    near = find_similar(name, names, most=3) or names
+    return ConfigError(f"{what} {show(name)} is unknown. Use one of {', '.join(near) or 'none'}")

@@ -336,7 +336,7 @@ class WorkloadSpec:
         if self.num_sequences % self.mini_batches:
             raise ConfigError(
                 f"workload: mini_batches={self.mini_batches} does not divide the {self.num_sequences} sequences of "
-                f"global_batch={self.global_batch} x samples_per_prompt={self.samples_per_prompt}"
+                f"global_batch={self.global_batch} x samples_per_prompt={self.samples_per_prompt}. Choose a divisor"
             )
 
     @property

@@ -40,10 +40,7 @@ class ModelCall:
     def __post_init__(self) -> None:
         _check.name("a call's role", self.role)
         _check.name("a call's method", self.method)
-        if self.kind not in get_args(CallKind):
-            raise ConfigError(
-                f"{self.role}.{self.method}: kind={show(self.kind)}: one of {', '.join(get_args(CallKind))}"
-            )
+        _check.one_of(f"{self.role}.{self.method}: kind", self.kind, get_args(CallKind))
         for name in ("reads", "writes"):
             what, columns = f"{self.role}.{self.method}: {name}", getattr(self, name)
             object.__setattr__(self, name, _check.columns(what, columns, may_lack=name == "reads"))

@@ -122,8 +122,7 @@ class ModelShape:
         _check.kind("model preset", name, str, "a name, such as 'llama-2-7b'")
         if name not in PRESETS:
             near = find_similar(name, PRESETS, most=3)
-            hint = f"near it: {', '.join(near)}" if near else f"known: {', '.join(sorted(PRESETS))}"
-            raise ConfigError(f"model preset {show(name)} is unknown; {hint}")
+            raise ConfigError(f"model preset {show(name)} is unknown. Use one of {', '.join(near or sorted(PRESETS))}")
         return replace(cls.from_config(PRESETS[name]), name=name)
 
     @classmethod
@@ -147,7 +146,7 @@ class ModelShape:
             config = _read_config(Path(config))
         family = config.get("model_type", "llama")
         if not isinstance(family, str) or family not in _FAMILIES:
-            raise ConfigError(f"model_type={show(family)} is not known: known are {', '.join(_FAMILIES)}")
+            raise ConfigError(f"model_type={show(family)} is not supported. Use a model of {', '.join(_FAMILIES)}")
         missing = [key for key in _REQUIRED if key not in config]
         if missing:
             raise ConfigError(f"the model's config.json lacks {', '.join(missing)}")
@@ -319,7 +318,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
         ) from None
 
 
-_NAMES: Mapping[str, Sequence[str]] = {
+_FAMILY_NAMES: Mapping[str, Sequence[str]] = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
     "num_kv_heads": ("num_key_value_heads", "num_kv_heads", "n_head_kv"),
@@ -346,12 +345,12 @@ def _read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str,
     Raises:
         ConfigError: for a configuration without a number of layers.
     """
-    layers, heads = _find(config, "num_layers"), _find(config, "num_heads") or 1
+    layers, heads = _find_size(config, "num_layers"), _find_size(config, "num_heads") or 1
     if layers is None:
-        raise ConfigError(f"the model's config.json has none of {', '.join(_NAMES['num_layers'])}")
-    kv_heads = 1 if config.get("multi_query") is True else _find(config, "num_kv_heads") or heads
-    head_dim = _whole(config.get("head_dim")) or max(1, hidden_size // heads)
-    parts = [_whole(config.get(name)) for name in _PARTS_OF_HEADS]
+        raise ConfigError(f"the model's config.json has none of {', '.join(_FAMILY_NAMES['num_layers'])}")
+    kv_heads = 1 if config.get("multi_query") is True else _find_size(config, "num_kv_heads") or heads
+    head_dim = _read_whole(config.get("head_dim")) or max(1, hidden_size // heads)
+    parts = [_read_whole(config.get(name)) for name in _PARTS_OF_HEADS]
     if all(parts):
         kv_heads, head_dim = heads, -(-sum(part or 0 for part in parts) // 2)
     return {
@@ -364,18 +363,18 @@ def _read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str,
 
 
 def _active_width(config: Mapping[str, Any]) -> int | None:
-    width, chosen = _find(config, "width"), _find(config, "chosen_experts")
+    width, chosen = _find_size(config, "width"), _find_size(config, "chosen_experts")
     if chosen is None:
         return width
-    each = _find(config, "expert_width") or width or 0
-    shared = _find(config, "shared_width") or each * (_find(config, "shared_experts") or 0)
+    each = _find_size(config, "expert_width") or width or 0
+    shared = _find_size(config, "shared_width") or each * (_find_size(config, "shared_experts") or 0)
     return chosen * each + shared or None
 
 
-def _find(config: Mapping[str, Any], size: str) -> int | None:
-    return next((found for name in _NAMES[size] if (found := _whole(config.get(name))) is not None), None)
+def _find_size(config: Mapping[str, Any], size: str) -> int | None:
+    return next((found for name in _FAMILY_NAMES[size] if (found := _read_whole(config.get(name))) is not None), None)
 
 
-def _whole(value: object) -> int | None:
+def _read_whole(value: object) -> int | None:
     """The value as a size; None for what is not one."""
     return value if type(value) is int and value > 0 else None

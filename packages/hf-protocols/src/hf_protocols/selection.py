@@ -70,7 +70,10 @@ class RowSelection:
         except TypeError:
             raise BatchError(f"RowSelection.from_rows({show(rows)}). Use row numbers, such as [0, 2]") from None
         if intervals and _is_truth(intervals[0][0]):
-            raise BatchError(f"RowSelection.from_rows({show(rows)}): of a mask give the positions of its true entries")
+            raise BatchError(
+                f"RowSelection.from_rows({show(rows)}): a mask is not a list of row numbers. Use the positions of its "
+                "True entries"
+            )
         return cls(intervals)
 
     def __len__(self) -> int:

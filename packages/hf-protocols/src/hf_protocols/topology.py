@@ -70,6 +70,11 @@ class ParallelSpec:
                 "experts are spread over consecutive data- and context-parallel ranks"
             )
 
+    def __str__(self) -> str:
+        """Returns `pp-tp-dp`, and the sizes of context and expert parallelism where they are above 1."""
+        more = "".join(f" {name} {size}" for name, size in (("cp", self.cp_size), ("ep", self.ep_size)) if size > 1)
+        return f"{self.pp_size}-{self.tp_size}-{self.dp_size}{more}"
+
     @classmethod
     def parse(cls, text: str) -> ParallelSpec:
         """Reads `"pp-tp-dp"`, for example `"1-8-2"`."""
@@ -94,6 +99,10 @@ class GenerationSpec:
 
     def __post_init__(self) -> None:
         _check_sizes(self)
+
+    def __str__(self) -> str:
+        """Returns `pp-tp`."""
+        return f"{self.gen_pp_size}-{self.gen_tp_size}"
 
     @classmethod
     def parse(cls, text: str) -> GenerationSpec:
@@ -214,8 +223,7 @@ class Topology:
         Raises:
             TopologyError: for an unknown axis, or a generation axis of a topology without generation.
         """
-        if axis not in get_args(Axis):
-            raise TopologyError(f"axis={show(axis)} is not one of {', '.join(map(show, get_args(Axis)))}")
+        _check.one_of("axis", axis, get_args(Axis))
         if axis in _GENERATION_AXES and self.generation is None:
             raise _without_generation()
         if axis not in self._groups_by_axis:

@@ -96,10 +96,10 @@ class Checks:
             raise self._error(f"{name}={show(value)}. Use a name")
 
     def one_of(self, name: str, value: object, known: Iterable[_Known]) -> _Known:
-        """Returns the value, or refuses one that is not among those `known`, by type too: True is not 1."""
+        """Returns the one of the `known` values that equals `value`, or refuses it; True does not equal 1 here."""
         known = tuple(known)
         for each in known:
-            if type(value) is type(each) and value == each:
+            if isinstance(value, type(each)) and isinstance(value, bool) is isinstance(each, bool) and value == each:
                 return each
         raise self._error(f"{name}={show(value)} is not one of {', '.join(map(show, known))}")
 

@@ -1,8 +1,9 @@
 """State with which a run goes on: commits of all roles and of the program, the ledger of samples, and resuming.
 
-`commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `cadence`
-says when, `saver` commits a run that goes on, in the thread of a `pending` step, and `resume` reads one. Tensors belong
-to the workers, files that grow to `run.directory`.
+`commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `saver`
+says when a run that goes on commits and which commits it keeps, `pending_step` is a commit that a thread writes, and
+`resume` reads one. What must not live here: tensors, which belong
+to the workers, and files that grow, which belong to `run.directory`.
 """
 
 from __future__ import annotations

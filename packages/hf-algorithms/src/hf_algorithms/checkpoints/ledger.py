@@ -202,7 +202,7 @@ def count_ledger(path: Path) -> dict[str, int]:
             if not _may_follow(before, state):
                 raise LedgerError(
                     f"{where}: sample {list(each)} of iteration {iteration} becomes {state} and was "
-                    f"{before or 'not planned'}"
+                    f"{before or 'not planned'}: the file was changed by hand or damaged"
                 )
             states[iteration, each] = state
     found = list(states.values())

@@ -261,12 +261,12 @@ class Checkpoints:
         except OSError as error:
             raise RunDirectoryError(
                 f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
-                f"written: {error.strerror}. Earlier commits are whole: free some space and use --resume"
+                f"written: {error.strerror}. Earlier commits are whole. Free some space and use --resume"
             ) from error
 
 
-_SHARE = 0.05
-"""Of the time, for `auto`."""
+_COMMIT_SHARE = 0.05
+"""Of the run's time that commits take, for `auto`."""
 _FIRST_COST_S = 1.0
 """Expected of the first commit."""
 
@@ -296,7 +296,7 @@ class Cadence:
         if isinstance(self._every, int):
             return iteration % self._every == 0
         if self._every == "auto":
-            return self.spent_s + self._cost_s <= _SHARE * (self._clock() - self._started_s)
+            return self.spent_s + self._cost_s <= _COMMIT_SHARE * (self._clock() - self._started_s)
         return self._clock() - self._last_s >= float(self._every.removesuffix("s"))
 
     def note_commit(self, seconds: float) -> None:

@@ -256,7 +256,8 @@ class RolloutConfig(Section):
         size = known.data.get("batch_size", 1)
         if size * samples > _MOST_SAMPLES:
             raise ValueError(
-                f"with rollout.batch_size = {size} an iteration has more than {_MOST_SAMPLES} samples. Lower either"
+                f"with rollout.batch_size = {size} an iteration has more than {_MOST_SAMPLES} samples. Lower "
+                "rollout.batch_size or rollout.samples_per_prompt"
             )
         return samples
 

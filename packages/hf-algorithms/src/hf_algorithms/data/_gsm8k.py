@@ -117,7 +117,7 @@ def _split(items: Sequence[Item], seed: int) -> list[list[Item]]:
     random.Random(seed).shuffle(order)
     held_out = min(_MOST_HELD_OUT, len(order) // 10)
     if not held_out:
-        raise DataError(f"the source has {len(order)} questions with what is needed: at least 10 are")
+        raise DataError(f"the source has {len(order)} usable questions, and at least 10 are needed. Use a larger one")
     return [order[2 * held_out :], order[:held_out], order[held_out : 2 * held_out]]
 
 

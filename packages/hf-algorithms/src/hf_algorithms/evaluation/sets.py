@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hf_algorithms.evaluation.metric_summary import CORRECT, MetricSummary, summarize_scores
 from hf_algorithms.evaluation.responses import Response, ResponseScorer, draw_responses
-from hf_algorithms.evaluation.statistics import CORRECT, MetricSummary, summarize_scores
 from hf_protocols import RewardError
 from hf_protocols.validation import show
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SetResult", "evaluate_set"]
 
-Sample = dict[str, Any]
+_SampleRow = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ def evaluate_set(
     turns: TurnFormat,
     sampling: SamplingParams,
     scorer: ResponseScorer,
-    keep: Callable[[list[Sample]], None],
+    keep: Callable[[list[_SampleRow]], None],
 ) -> SetResult:
     """Generates from every row of a set and scores the responses.
 
@@ -134,9 +134,9 @@ def _list_samples(
     indices: Sequence[int],
     responses: Sequence[Sequence[Response]],
     scores: Mapping[str, Sequence[Sequence[float]]],
-) -> list[Sample]:
+) -> list[_SampleRow]:
     """A mapping for each response; a score is None where there is none."""
-    samples: list[Sample] = []
+    samples: list[_SampleRow] = []
     for row, (index, drawn) in enumerate(zip(indices, responses, strict=True)):
         given = data.row(index)
         for number, response in enumerate(drawn):

@@ -1,6 +1,8 @@
 """Losses: pure functions of one micro-batch, each a small frozen object that travels with the call.
 
-Every loss answers `(loss_sum, metrics)`: the weighted sum over the micro-batch's trained tokens, and
+What must not live here: whole batches (`advantages`), workers, and keys of a configuration.
+
+Every loss returns `(loss_sum, metrics)`: the weighted sum over the micro-batch's trained tokens, and
 `{name: (sum, count)}`. The engine divides the sum over all micro-batches and ranks by that of `count`. Trained tokens
 are those where `response_mask` is True: the response's, without padding and without observation tokens, such as a
 tool's answer. What stands at other tokens changes nothing, not even NaN.

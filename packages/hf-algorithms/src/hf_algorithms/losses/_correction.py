@@ -51,8 +51,7 @@ class Correction:
 
     def __post_init__(self) -> None:
         _check.one_of("correction", self.kind, get_args(CorrectionKind))
-        if self.statistic not in ("geometric", "product"):
-            raise ConfigError(f"statistic={show(self.statistic)}: is not known. Use 'geometric' or 'product'")
+        _check.one_of("statistic", self.statistic, ("geometric", "product"))
         _check.number("correction_low", self.low, may_be_zero=True)
         _check.number("correction_high", self.high)
         if self.low >= self.high:

@@ -42,10 +42,8 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         _check.number("kl_coefficient", self.coefficient, may_be_zero=True)
-        if self.estimator not in ("k1", "k2", "k3"):
-            raise ConfigError(f"kl_estimator={show(self.estimator)}: is not a known estimator. Use k1, k2 or k3")
-        if self.gradient not in ("value", "unbiased", "ratio"):
-            raise ConfigError(f"kl_gradient={show(self.gradient)}: is not known. Use 'value', 'unbiased' or 'ratio'")
+        _check.one_of("kl_estimator", self.estimator, ("k1", "k2", "k3"))
+        _check.one_of("kl_gradient", self.gradient, ("value", "unbiased", "ratio"))
         if self.estimator == "k2" and self.gradient != "value":
             raise ConfigError(
                 f"kl_gradient={show(self.gradient)}: k2 has the gradient of the KL as it is, and another one with "

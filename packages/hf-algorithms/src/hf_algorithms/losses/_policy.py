@@ -56,8 +56,7 @@ class PolicyLoss:
     """
 
     def __post_init__(self) -> None:
-        if self.old not in ("column", "current"):
-            raise ConfigError(f"old={show(self.old)}: is not known. Use 'column' or 'current'")
+        _check.one_of("old", self.old, ("column", "current"))
         if self.log_ratio_clamp is not None:
             _check.number("log_ratio_clamp", self.log_ratio_clamp)
         _check.number("entropy_coefficient", self.entropy_coefficient, may_be_zero=True)

@@ -381,7 +381,7 @@ def _describe_cluster(config: Config, shapes: Iterable[ModelShape]) -> ClusterSp
     try:
         device = host_gpu(memory_bytes=read_machine_limits().memory_bytes // slots) if kind == _HOST_KIND else gpu(kind)
     except ConfigError as error:
-        raise ConfigError(f"cluster.gpu = {show(kind)}: {error}; or 'cpu', for host processes") from None
+        raise ConfigError(f"cluster.gpu = {show(kind)}: {error}, or 'cpu' for host processes") from None
     return ClusterSpec(
         machines=(MachineSpec(gpu=device, num_gpus=slots, num_machines=machines),),
         inter_bandwidth_bytes_per_s=config.cluster.inter_bandwidth_bytes_per_s,

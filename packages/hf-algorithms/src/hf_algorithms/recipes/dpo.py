@@ -93,7 +93,7 @@ def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: DPOConfig)
     The margin is beta times the difference of the two responses' log-ratios to the reference. A pair without one counts
     as half a right one, so that the starting model has 0.5.
     """
-    from hf_algorithms.evaluation.statistics import compute_wilson_interval
+    from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
     from hf_algorithms.evaluation.validation import call_on_rows
     from hf_algorithms.losses import label_pairs
 

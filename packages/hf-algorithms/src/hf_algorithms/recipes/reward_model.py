@@ -96,7 +96,7 @@ def evaluate(roles: Roles, pairs: BatchFuture, num_rows: int, config: RewardMode
 
     A pair of equal scores counts as half a right one. With `labels = "cost"` also the share of costs of the right sign.
     """
-    from hf_algorithms.evaluation.statistics import compute_wilson_interval
+    from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
     from hf_algorithms.evaluation.validation import call_on_rows
 
     found = call_on_rows(roles.group("reward_model"), "score_pairs", pairs, num_rows).result()["scores"].double()

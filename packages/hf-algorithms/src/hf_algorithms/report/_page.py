@@ -194,18 +194,18 @@ def _settings(run: RunFiles) -> str:
     return render_section("Configuration and versions", "", body) if body else ""
 
 
-Sample = Mapping[str, Any]
+_SampleRow = Mapping[str, Any]
 
 _MOMENTS = ("before", "after")
 
 
-def render_samples(samples: Mapping[str, Sequence[Sample]]) -> str:
+def render_samples(samples: Mapping[str, Sequence[_SampleRow]]) -> str:
     """One card per prompt, with its answer and the response at each moment."""
     pairs = zip_longest(*(samples.get(moment, ()) for moment in _MOMENTS))
     return f'<div class="samples">{"".join(_card(pair) for pair in pairs)}</div>'
 
 
-def _card(pair: Sequence[Sample | None]) -> str:
+def _card(pair: Sequence[_SampleRow | None]) -> str:
     known = [sample for sample in pair if sample is not None]
     # Long texts get the width of the page, short ones share a line.
     size = max(len(str(sample.get(name, ""))) for sample in known for name in ("prompt", "answer", "response"))
@@ -220,7 +220,7 @@ def _card(pair: Sequence[Sample | None]) -> str:
     )
 
 
-def _response(moment: str, sample: Sample) -> str:
+def _response(moment: str, sample: _SampleRow) -> str:
     score = sample.get("score")
     mark = ""
     if isinstance(score, (int, float)):
@@ -234,5 +234,5 @@ def _response(moment: str, sample: Sample) -> str:
     return f"<div><h4>{moment} {mark}</h4><pre>{_text(sample, 'response') or '<i>nothing</i>'}</pre>{columns}</div>"
 
 
-def _text(sample: Sample, name: str) -> str:
+def _text(sample: _SampleRow, name: str) -> str:
     return escape(str(sample.get(name, "")))

@@ -208,8 +208,8 @@ class ScoringFunctions:
             payloads = [pickle.dumps(each, pickle.HIGHEST_PROTOCOL) for each in arguments]
         except KeyError as error:
             raise RewardError(
-                f"{bound.label} has the parameter {show(error.args[0])}, which is not offered, and the data has no "
-                "further columns"
+                f"{bound.label} has the parameter {show(error.args[0])}, which is neither offered nor a column of the "
+                "data. Rename it, or add the column"
             ) from None
         return Calls(
             function=number,

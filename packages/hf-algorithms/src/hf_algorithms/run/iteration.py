@@ -1,4 +1,4 @@
-"""One iteration as its step sees it: prompts, more of them, and where the run listens."""
+"""One iteration as its step sees it: the rows that it draws, and what it shows to the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actor: the policy that generates and is trained; adapters are probed before they are."""
+"""The actor: the policy that generates and is trained, and the probe that the sampler sees its adapters."""
 
 from __future__ import annotations
 
@@ -266,9 +266,9 @@ def _number_samples(prompts: TensorDict, samples_per_prompt: int) -> torch.Tenso
     return torch.stack([columns[0], columns[1], number, columns[2]], dim=1)
 
 
-_MOST_TOKENS = 16
-_FIRST_STD, _LARGEST_STD, _FACTOR = 1e-3, 100.0, 4.0
-_MARGIN = 4.0
+_PROBE_TOKENS = 16
+_FIRST_STD, _LARGEST_STD, _STD_FACTOR = 1e-3, 100.0, 4.0
+_PROBE_MARGIN = 4.0
 """Multiple of the bound by which the adapters must move the base's log-probs, so that the two are distinguishable."""
 
 
@@ -291,44 +291,44 @@ def probe_adapters(
         ReshardError: on all ranks, for samples of other weights, or adapters that change nothing.
     """
     bound = LOGPROB_BOUNDS[dtype][0] / min(1.0, sampling.temperature)
-    few = replace(sampling, n=1, min_new_tokens=0, max_new_tokens=min(sampling.max_new_tokens, _MOST_TOKENS))
+    few = replace(sampling, n=1, min_new_tokens=0, max_new_tokens=min(sampling.max_new_tokens, _PROBE_TOKENS))
     std = _FIRST_STD
     while std < _LARGEST_STD:
         with train.perturbed_adapters(seed=sampling.seed, std=std):
             with engine.generation():
                 responses = engine.generate(batch, few)
-            moved, missed = _measure(train, engine, batch, responses, few.temperature)
+            moved, missed = _measure_adapters(train, engine, batch, responses, few.temperature)
         if missed > bound:
             raise ReshardError(
                 f"the adapters of [model.lora] do not reach generation: with B set at random, the sampler's log-probs "
                 f"differ from the trainer's by {missed:.3g} nats on average (bound {bound:g}, {dtype}), and the "
                 f"trainer's from the base's by {moved:.3g}. Use another rollout.backend, or report this one"
             )
-        if moved > _MARGIN * bound:
+        if moved > _PROBE_MARGIN * bound:
             return
-        std *= _FACTOR
+        std *= _STD_FACTOR
     raise ReshardError(
-        f"the adapters of [model.lora] change nothing: with B drawn with deviation {std / _FACTOR:g}, log-probs differ "
-        f"from the base's by {moved:.3g} nats on average. Choose other model.lora.targets"
+        f"the adapters of [model.lora] change nothing: with B drawn with deviation {std / _STD_FACTOR:g}, log-probs "
+        f"differ from the base's by {moved:.3g} nats on average. Choose other model.lora.targets"
     )
 
 
-def _measure(
+def _measure_adapters(
     train: SupportsAdapters, engine: HybridEngine, batch: TensorDict, responses: TensorDict, temperature: float
 ) -> tuple[float, float]:
     """Mean |difference| of the trainer's log-probs to the base's, and to the sampler's, over all ranks."""
     rows = batch.select("prompt_ids")
     rows["response_ids"] = responses["response_ids"]
-    trained = _score(train, rows, temperature)
+    trained = _score_rows(train, rows, temperature)
     with train.adapters_off():
-        base = _score(train, rows, temperature)
+        base = _score_rows(train, rows, temperature)
     gaps = [measure_logprob_gap(each, trained) for each in (base, responses["rollout_logprobs"])]
     tokens = engine.sum_over_ranks(gaps[0].num_tokens)
     moved, missed = (engine.sum_over_ranks(gap.mean * gap.num_tokens) / max(1.0, tokens) for gap in gaps)
     return moved, missed
 
 
-def _score(train: SupportsAdapters, rows: TensorDict, temperature: float) -> torch.Tensor:
+def _score_rows(train: SupportsAdapters, rows: TensorDict, temperature: float) -> torch.Tensor:
     backend: TrainBackend = train  # type: ignore[assignment] # it is one, with adapters
     found: torch.Tensor = backend.compute_logprobs(rows, temperature=temperature)["logprobs"]
     return found

@@ -1,4 +1,4 @@
-"""The critic: values of states, also of the position after a response, trained in addition to the actor."""
+"""The critic: values of states, and the position after a response, whose value it may give and learn too."""
 
 from __future__ import annotations
 

@@ -354,8 +354,8 @@ def _range_of(index: slice) -> range:
     end = index.start if backwards else index.stop
     if not are_whole or end is None or min(end, index.start or 0, index.stop or 0) < 0 or index.step == 0:
         raise BatchError(
-            f"rows({index}): a batch that is not there yet needs a slice with a stop >= 0 (backwards: a start), "
-            "whole numbers, no negatives but the step, and no step of 0"
+            f"rows({index}): the size of a batch that does not exist yet is not known. Use whole numbers of at least "
+            "0 and give the end, such as rows(slice(0, 4)), or the start of a slice that goes backwards"
         )
     return range(*index.indices(end + backwards))
 

@@ -208,12 +208,8 @@ def _describe_layout(topology: Topology) -> str:
     """Returns pp-tp-dp, and every setting that is not the default."""
     train, generation = topology.train, topology.generation
     unusual = {
-        "cp": train.cp_size if train.cp_size > 1 else None,
-        "ep": train.ep_size if train.ep_size > 1 else None,
-        "generation pp-tp": generation and f"{generation.gen_pp_size}-{generation.gen_tp_size}",
+        "generation pp-tp": generation,
         "order": topology.order if topology.order != "megatron" else None,
         "grouping": topology.grouping if topology.grouping != "hybridflow" else None,
     }
-    return " ".join(
-        [f"{train.pp_size}-{train.tp_size}-{train.dp_size}", *(f"{k} {v}" for k, v in unusual.items() if v)]
-    )
+    return " ".join([str(train), *(f"{name} {value}" for name, value in unusual.items() if value)])

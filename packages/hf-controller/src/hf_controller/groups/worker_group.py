@@ -1,4 +1,4 @@
-"""A worker group: all ranks of one role, called as one object.
+"""A worker group: all ranks of one role, called as one object; `connect` joins two of them.
 
 A call becomes a message for each rank, with no more of its batches than it reads, and a future. What a call returns is
 known before it ran where its method was registered with `writes`. There mistakes in columns are found at once, those in

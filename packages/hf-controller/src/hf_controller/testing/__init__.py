@@ -8,7 +8,8 @@ with MyExecutor() as executor, StageWorker(executor) as stage:
         check(stage)
 ```
 
-A check is a function of a `StageWorker`; it raises AssertionError where the executor differs. Checks that need
+What must not live here: tests of one executor. A check is a function of a `StageWorker`; it raises AssertionError where
+the executor differs. Checks that need
 collectives between ranks come last: an executor that runs ranks one after another leaves them out.
 """
 

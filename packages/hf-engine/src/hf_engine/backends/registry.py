@@ -68,7 +68,7 @@ def _load(group: str, name: str) -> type:
     claims = installed[name]
     if len(claims) > 1:
         owners = ", ".join(f"{claim.value} of {_distribution(claim)}" for claim in claims)
-        raise BackendError(f"{show(name)} in {group} is claimed by {owners}; uninstall all but one")
+        raise BackendError(f"{show(name)} in {group} is claimed by {owners}. Uninstall all but one")
     try:
         return cast("type", claims[0].load())
     except ImportError as error:

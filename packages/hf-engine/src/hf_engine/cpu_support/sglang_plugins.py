@@ -101,7 +101,7 @@ class _Unpinned(TorchFunctionMode):
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
-_MASK = 0xFFFFFFFF
+_WORD_MASK = 0xFFFFFFFF
 
 
 def register_seeds(registry: Any, replace: Any) -> None:
@@ -132,9 +132,9 @@ def hash_positions(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.
     seed = seeds.to(torch.int64)[:, None]
     state = torch.zeros((), dtype=torch.int64)
     for block in (seed, seed >> 32, positions.to(torch.int64)[:, None], columns.to(torch.int64)[None]):
-        mixed = _rotate(_multiply(block & _MASK, 0xCC9E2D51), 15)
+        mixed = _rotate(_multiply(block & _WORD_MASK, 0xCC9E2D51), 15)
         state = state ^ _multiply(mixed, 0x1B873593)
-        state = (_rotate(state, 13) * 5 + 0xE6546B64) & _MASK
+        state = (_rotate(state, 13) * 5 + 0xE6546B64) & _WORD_MASK
     state = state ^ 16  # bytes hashed
     state = _multiply(state ^ (state >> 16), 0x85EBCA6B)
     state = _multiply(state ^ (state >> 13), 0xC2B2AE35)
@@ -144,8 +144,8 @@ def hash_positions(seeds: torch.Tensor, positions: torch.Tensor, columns: torch.
 def _multiply(values: torch.Tensor, factor: int) -> torch.Tensor:
     """Of 32-bit numbers, modulo 2^32; in halves, so that nothing leaves 64 bits."""
     low, high = values & 0xFFFF, values >> 16
-    return (low * factor + ((high * factor & 0xFFFF) << 16)) & _MASK
+    return (low * factor + ((high * factor & 0xFFFF) << 16)) & _WORD_MASK
 
 
 def _rotate(values: torch.Tensor, bits: int) -> torch.Tensor:
-    return ((values << bits) | (values >> (32 - bits))) & _MASK
+    return ((values << bits) | (values >> (32 - bits))) & _WORD_MASK

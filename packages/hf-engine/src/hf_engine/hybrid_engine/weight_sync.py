@@ -105,7 +105,9 @@ class WeightSync:
         with self._agreed():
             self._check("source", "send", version)
             if version is None:
-                raise ReshardError("send needs the version of the weights: a whole number of at least 0")
+                raise ReshardError(
+                    "send(version=None): the source side names the version. Use a whole number of at least 0"
+                )
         self._bring_buffers()
         transfer = self._executor.run(weights, {}, version=version)
         self._version = version

@@ -40,7 +40,7 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
         yield
     except HybridFlowError:
         raise
-    except BaseException as error:
+    except BaseException as error:  # the tokenizers' Rust code panics with an exception that is not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         remedy = f". {advice}" if advice else ""

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from hf_protocols.errors import BackendError
-from hf_protocols.validation import show
+from hf_protocols.validation import Checks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hf_engine.model_directory._directory import ModelDirectory
 
 __all__ = ["ExportDtype", "ExportSource", "check_export_dtype", "describe_export"]
+
+_check = Checks(BackendError)
 
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
 """dtype of exported weights; `source`: the one that each tensor has in the source's files."""
@@ -97,8 +99,7 @@ def check_export_dtype(dtype: object) -> None:
     Raises:
         BackendError: naming those that there are.
     """
-    if dtype not in _KNOWN:
-        raise BackendError(f"dtype={show(dtype)}: models are exported as {', '.join(_KNOWN)}. Use one of these")
+    _check.one_of("dtype", dtype, _KNOWN)
 
 
 def describe_export(config: Mapping[str, Any], *, dtype: str, vocab_size: int, ties_embeddings: bool) -> dict[str, Any]:

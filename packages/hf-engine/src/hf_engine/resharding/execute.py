@@ -334,7 +334,7 @@ def check_version(version: int | None) -> None:
     if version is not None:
         _check.count("version", version, least=0)
         if version >= HIGHEST:
-            raise ReshardError(f"version={version} must be below {HIGHEST}: count the changes of the weights")
+            raise ReshardError(f"version={version} must be below {HIGHEST}. Count the changes of the weights")
 
 
 def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hf_engine.process_groups import rank_in
+from hf_engine.process_groups import rank_in, require_process_group
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import are_whole, show
 
@@ -35,8 +35,7 @@ def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -
         ReshardError: without a process group, in a process outside of the group, or for other than one plan rank for
             every group rank.
     """
-    if not dist.is_initialized():
-        raise ReshardError("there is no process group. Call torch.distributed.init_process_group first")
+    require_process_group(ReshardError)
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ReshardError(
             f"group={show(group)}. Use a process group that this rank is in, or None for the default one"

@@ -24,7 +24,7 @@ def check_version(version: int) -> None:
     """Refuses what is not a version of weights: a whole number that every sample carries."""
     _check.count("version", version, least=0)
     if version >= _MOST_VERSIONS:
-        raise BackendError(f"version={version} must be below {_MOST_VERSIONS}: count the changes of the weights")
+        raise BackendError(f"version={version} must be below {_MOST_VERSIONS}. Count the changes of the weights")
 
 
 class WeightState:
@@ -101,7 +101,7 @@ class WeightState:
         if self.is_updating:
             raise BackendError("an update of the weights was begun and not committed. Send them again and commit")
         if self.is_released:
-            raise BackendError("the KV cache was released. Resume before generating")
+            raise BackendError("the KV cache was released. Call resume() before generate()")
 
 
 def _check_shards(

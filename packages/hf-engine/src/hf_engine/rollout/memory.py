@@ -58,7 +58,9 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
     if cache_bytes is not None:
         memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host_bytes()
         if cache_bytes >= memory:
-            raise BackendError(f"cache_bytes={cache_bytes} is not below the memory of {memory} bytes. Lower it")
+            raise BackendError(
+                f"cache_bytes={cache_bytes} is not below the memory of {memory} bytes. Lower cache_bytes"
+            )
         return cache_bytes
     if torch.cuda.is_available():
         return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
@@ -74,7 +76,7 @@ def choose_positions(wanted: int | None, positions: int) -> int:
         BackendError: for more than the model's.
     """
     if wanted is not None and wanted > positions:
-        raise BackendError(f"max_positions={wanted} is above the model's {positions} positions. Lower it")
+        raise BackendError(f"max_positions={wanted} is above the model's {positions} positions. Lower max_positions")
     return wanted or positions
 
 

@@ -70,8 +70,8 @@ def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopString
         path = find_file(model, _FILE)
     except ModelError as error:
         raise ModelError(
-            f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: save the "
-            f"tokenizer next to the model, or set stop_token_ids: {error}"
+            f"stop_strings={sampling.stop_strings} needs {_FILE} of {str(model)!r} to read the responses: "
+            f"{str(error).rstrip('.')}. Save the tokenizer next to the model, or set stop_token_ids"
         ) from error
     return StopStrings(_read_tokenizer(path), sampling.stop_strings, sampling.min_new_tokens)
 

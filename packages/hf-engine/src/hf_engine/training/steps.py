@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack
 from math import isfinite
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_engine.training.learning_rate import LearningRate
     from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 
-__all__ = ["StepOptimizer", "TrainSteps"]
+__all__ = ["StepOptimizer", "TrainSteps", "require_trainable"]
 
 
 class StepOptimizer(Protocol):
@@ -51,6 +51,16 @@ class StepOptimizer(Protocol):
     def continue_from(self, steps: int) -> None:
         """Counts on from a number of steps."""
         ...
+
+
+_OptimizerT = TypeVar("_OptimizerT")
+
+
+def require_trainable(optimizer: _OptimizerT | None, method: str) -> _OptimizerT:
+    """Returns the optimizer of a model, or refuses a frozen one in the name of a method."""
+    if optimizer is None:
+        raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
+    return optimizer
 
 
 class _Waiting(NamedTuple):

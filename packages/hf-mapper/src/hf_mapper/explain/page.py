@@ -19,7 +19,6 @@ from hf_mapper.explain.report import (
     describe_generation,
     describe_generation_limit,
     describe_role,
-    format_layout,
 )
 from hf_protocols import MachinePlan, MappingPlan, PlanEstimates, PoolPlan
 from hf_protocols.drawing import (
@@ -181,7 +180,7 @@ def _tabulate_models(plan: MappingPlan) -> str:
         rows.append((
             describe_role(role, model),
             model.pool,
-            f"{format_layout(model.train)} {model.backend}",
+            f"{model.train} {model.backend}",
             describe_generation(model, estimate.generation_waves),
             format_gib(estimate.state_bytes),
             format_gib(estimate.work_bytes),

@@ -18,10 +18,8 @@ from hf_mapper.search.planning import find_machines
 from hf_mapper.search.simulation import Simulation
 from hf_mapper.specs import SHIPPED_GENERATION
 from hf_protocols import (
-    GenerationSpec,
     MappingPlan,
     ModelPlan,
-    ParallelSpec,
     PlanEstimates,
     PoolEstimate,
     PoolPlan,
@@ -34,7 +32,6 @@ __all__ = [
     "describe_generation",
     "describe_generation_limit",
     "describe_role",
-    "format_layout",
     "render_calibration",
     "render_errors",
     "render_plan",
@@ -134,7 +131,7 @@ def _build_model_table(plan: MappingPlan, estimates: PlanEstimates) -> Table:
             continue
         table.add_row(
             describe_role(role, model),
-            f"{format_layout(model.train)} {model.backend}",
+            f"{model.train} {model.backend}",
             describe_generation(model, estimate.generation_waves),
             *(format_seconds(estimate.stage_s[index]) for index in busy),
             format_gib(estimate.state_bytes),
@@ -172,7 +169,7 @@ def describe_generation_limit(plan: MappingPlan) -> str | None:
     largest = plan.estimates.largest_generation if plan.estimates else None
     if largest is None or all(model.generation is None for model in plan.models.values()):
         return None
-    shipped = ", what the shipped engines run" if largest == format_layout(SHIPPED_GENERATION) else ""
+    shipped = ", what the shipped engines run" if largest == str(SHIPPED_GENERATION) else ""
     return f"generation layouts of at most {largest}{shipped} (largest_generation of the workload)"
 
 
@@ -199,7 +196,7 @@ def describe_generation(model: ModelPlan, num_waves: int | None) -> str:
     if model.generation is None:
         return "-"
     waves = f", {num_waves} waves" if num_waves and num_waves > 1 else ""
-    return format_layout(model.generation) + waves
+    return f"{model.generation}{waves}"
 
 
 def _draw_memory(pool: PoolEstimate | None) -> Text:
@@ -209,14 +206,6 @@ def _draw_memory(pool: PoolEstimate | None) -> Text:
     full = min(_BAR_CELLS, round(part * _BAR_CELLS))
     bar = "#" * full + "." * (_BAR_CELLS - full)
     return Text(f"{bar} {format_gib(pool.memory_bytes)} of {format_gib(pool.usable_bytes)}")
-
-
-def format_layout(layout: ParallelSpec | GenerationSpec) -> str:
-    """`pp-tp-dp`, with `ep` where experts are spread; of a generation layout `pp-tp`."""
-    if isinstance(layout, GenerationSpec):
-        return f"{layout.gen_pp_size}-{layout.gen_tp_size}"
-    experts = f" ep {layout.ep_size}" if layout.ep_size > 1 else ""
-    return f"{layout.pp_size}-{layout.tp_size}-{layout.dp_size}{experts}"
 
 
 def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:

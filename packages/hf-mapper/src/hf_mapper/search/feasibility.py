@@ -69,19 +69,19 @@ def build_infeasible_error(problem: MapperConfig) -> PlanError:
     smallest = find_smallest_cluster(
         problem.dataflow, problem.models, problem.cluster, problem.workload, backends=problem.backends
     )
-    knobs = "micro_batch_tokens, the batch or the lengths lower, or max_generation_waves higher"
+    knobs = "Lower micro_batch_tokens, the batch or the lengths, or raise max_generation_waves"
     own = []
     if (largest := problem.workload.largest_generation) is not None:
-        own.append(f"largest_generation above {largest.gen_pp_size}-{largest.gen_tp_size}")
+        own.append(f"largest_generation above {largest}")
     if not any(machine.offload_bytes for machine in machines):
         own.append("host_memory_bytes of the machines, to offload models")
     if own:
-        knobs += f", or in a problem of hf-mapper {' or '.join(own)}"
+        knobs += f", or set in a problem of hf-mapper {' or '.join(own)}"
     if smallest is None:
-        advice = f"nor on any number of such machines up to {_MOST_GPUS} devices. Set {knobs}"
+        advice = f", nor of any number of such machines up to {_MOST_GPUS} devices. {knobs}"
     else:
-        advice = f"the smallest cluster that would do: {_describe(smallest)}; or set {knobs}"
-    return PlanError(f"{problem.dataflow.name}: no placement of {names} fits the memory of {given}; {advice}")
+        advice = f". The smallest cluster that would do is {_describe(smallest)}. {knobs}"
+    return PlanError(f"{problem.dataflow.name}: no placement of {names} fits the memory of {given}{advice}")
 
 
 def _least_allocations(problem: MapperConfig) -> Iterator[tuple[PoolRequest, ...]]:

@@ -166,7 +166,7 @@ def simulate_placement(
     slots = pack(cluster, requests)
     if slots is None:
         wanted = " + ".join(str(pool.num_gpus) for pool in pools)
-        raise PlanError(f"pools of {wanted} devices do not fit the cluster of {cluster.num_gpus}: take fewer of them")
+        raise PlanError(f"pools of {wanted} devices do not fit the cluster of {cluster.num_gpus}. Use fewer of them")
     rows = [
         _combine(
             [_list_options(role, demands[role], cluster, workload, pool, request, backends) for role in pool.roles],
@@ -240,13 +240,14 @@ def _list_options(
         or (option.parallel, option.generation, option.host_bytes > 0) == (given.train, given.generation, given.offload)
     ]
     if not options:
-        layout = f"layout {given.train} with generation {given.generation}" if given else "no layout"
+        layout = f"layout {given.train}" if given else "no layout"
+        layout += f" with generation {given.generation}" if given and given.generation else ""
         layout += " offloaded" if given and given.offload else ""
         verb = "cannot run" if given else "can run"
         raise PlanError(
-            f"{role}: {layout} {verb} {demand.model.name} on {request.num_gpus} devices: heads, layers and the "
-            "sequences of an update must divide, tensor-parallel groups stay in a machine, and only host_memory_bytes "
-            "of the machines let a model be offloaded"
+            f"{role}: {layout} {verb} {demand.model.name} on {request.num_gpus} devices. Choose sizes that divide the "
+            "heads, the layers and the sequences of an update, with tensor-parallel groups in one machine; offloading "
+            "needs host_memory_bytes of the machines"
         )
     return options
 

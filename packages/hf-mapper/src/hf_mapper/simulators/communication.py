@@ -53,7 +53,10 @@ def build_link(
     whole = (world_size <= machine.num_gpus) | (machine.num_gpus % (num_ranks * stride) == 0)
     inside = whole | (num_ranks == 1)
     if network is None and not np.all(inside):
-        raise ConfigError(f"{np.max(world_size)} ranks do not fit the one machine of {machine.num_gpus} devices")
+        raise ConfigError(
+            f"{np.max(world_size)} ranks do not fit the one machine of {machine.num_gpus} devices. Lower the sizes of "
+            "the layout, or add machines with inter_bandwidth_bytes_per_s"
+        )
     own = machine.link_bandwidth_bytes_per_s
     members = np.minimum(num_ranks, np.maximum(1, machine.num_gpus // stride)) if shared_rails else 1
     crossing = machine.num_gpus / members

@@ -104,7 +104,7 @@ class _Pages:
     def curves(self, query: _Query) -> str:
         axis = query.text("axis") or "iteration"
         if axis not in AXES:
-            raise DataError(f"axis={show(axis)}: it is none of {', '.join(AXES)}")
+            raise DataError(f"axis={show(axis)} is not one of {', '.join(AXES)}")
         return render_curves_part(self._chosen(query), axis, query.text("filter"))
 
     def health(self, query: _Query) -> str:

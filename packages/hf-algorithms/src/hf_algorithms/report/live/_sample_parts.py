@@ -264,7 +264,7 @@ def _note(text: str) -> str:
 
 
 _MOST_BINS = 12
-_HEIGHT = 64.0
+_BAR_HEIGHT = 64.0
 
 
 class Bin(NamedTuple):
@@ -312,14 +312,14 @@ def render_histogram(bins: Sequence[Bin], *, name: str, chosen: int | None) -> s
     most = max(each.num_values for each in bins) or 1
     bars = []
     for number, each in enumerate(bins):
-        height = _HEIGHT * each.num_values / most
+        height = _BAR_HEIGHT * each.num_values / most
         is_chosen = number == chosen
         hint = f"{name} {each.label}: {each.num_values} responses"
         bars.append(
             f'<button class="bin" data-set="bin={"" if is_chosen else number}" '
             f'aria-pressed="{"true" if is_chosen else "false"}" title="{escape(hint)}" aria-label="{escape(hint)}">'
-            f'<svg viewBox="0 0 10 {_HEIGHT:g}" preserveAspectRatio="none" aria-hidden="true">'
-            f'<rect x="0" width="10" y="{_HEIGHT - height:.1f}" height="{height:.1f}"/></svg>'
+            f'<svg viewBox="0 0 10 {_BAR_HEIGHT:g}" preserveAspectRatio="none" aria-hidden="true">'
+            f'<rect x="0" width="10" y="{_BAR_HEIGHT - height:.1f}" height="{height:.1f}"/></svg>'
             f"<b>{each.num_values}</b><small>{each.label}</small></button>"
         )
     return f'<div class="histogram" role="group" aria-label="{escape(name)}">{"".join(bars)}</div>'

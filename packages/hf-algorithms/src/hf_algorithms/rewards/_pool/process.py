@@ -139,7 +139,7 @@ def call_function(function: Callable[..., Any], calls: Calls, number: int) -> Ou
         if type(result) is not float and inspect.isawaitable(result):
             result = asyncio.run(_wait(result))
         return _read(result, calls, number, kwargs)
-    except BaseException as error:
+    except BaseException as error:  # a user's function may raise anything, SystemExit too: it becomes its row's error
         if _progress is None and isinstance(error, KeyboardInterrupt | Terminated):
             raise  # functions run in the program itself, which is asked to end
         return _describe(error, calls.deadline_s * calls.num_rows[number])

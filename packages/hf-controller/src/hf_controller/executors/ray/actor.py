@@ -1,4 +1,4 @@
-"""The actor: the process of one rank, driven by calls."""
+"""The actor: the process of one rank, driven by calls, and the streams that label its lines."""
 
 from __future__ import annotations
 

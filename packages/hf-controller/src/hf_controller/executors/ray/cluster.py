@@ -243,7 +243,7 @@ class Cluster:
     def _describe_start(self, given: Mapping[str, Any], error: BaseException) -> PoolError:
         """Says why Ray's start, which raises errors of many kinds, failed."""
         if isinstance(error, ValueError):
-            return PoolError(f"Ray starts no cluster with {given}: {error}")
+            return PoolError(f"the local Ray cluster did not start with {given}: {_in_one_line(error)}")
         logs = self._watchdog.find_sessions() if self._watchdog is not None else []
         where = f"see Ray's logs in {logs[-1]}/logs, and " if logs else ""
         return PoolError(
@@ -274,7 +274,9 @@ def _join(address: str, options: dict[str, Any]) -> None:
 def _describe_join(address: str, error: BaseException) -> PoolError:
     """Says why Ray's client, which raises errors of many kinds, joined no cluster."""
     if isinstance(error, ValueError):
-        return PoolError(f"Ray joins no cluster with address={show(address)}: {error}")
+        return PoolError(
+            f"cannot connect to a Ray cluster at {show(address)}: {_in_one_line(error)}. Correct the address"
+        )
     return PoolError(
         f"cannot connect to a Ray cluster at {show(address)} ({_in_one_line(error.__cause__ or error)}). Start it with "
         "`ray start --head`, give the address that it prints, and set RAY_AUTH_MODE and its token alike here and there"

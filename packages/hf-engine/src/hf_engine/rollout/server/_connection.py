@@ -223,7 +223,7 @@ def expected_form(url: str) -> Iterator[None]:
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise BackendError(
             f"the server at {url} answered in another form than a supported version of SGLang or vLLM does "
-            f"({type(error).__name__}: {error}): correct rollout.options.urls, or start a supported version there"
+            f"({type(error).__name__}: {error}). Correct rollout.options.urls, or start a supported version there"
         ) from error
 
 

@@ -62,8 +62,8 @@ class WeightFiles:
             save_file(on_host, path, metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise BackendError(
-                f"weights could not be left in {str(path)!r}: {error}. Choose a rollout.options.weights_directory with "
-                "room, that the ranks may write to"
+                f"weights could not be left in {str(path)!r}: {str(error).rstrip('.')}. Choose a "
+                "rollout.options.weights_directory with room, that the ranks may write to"
             ) from error
 
     def close(self) -> None:

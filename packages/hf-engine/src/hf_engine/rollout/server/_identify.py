@@ -27,4 +27,4 @@ def identify(connection: ServerConnection, dtype: str) -> Dialect:
     found = connection.ask("/server_info")
     if isinstance(found, dict) and "max_total_num_tokens" in found:
         return SglangServer(connection, found, dtype)
-    raise BackendError(f"the server at {connection.url} is neither SGLang's nor vLLM's: correct rollout.options.urls")
+    raise BackendError(f"the server at {connection.url} is neither SGLang's nor vLLM's. Correct rollout.options.urls")

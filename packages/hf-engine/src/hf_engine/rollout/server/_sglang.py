@@ -73,7 +73,7 @@ class SglangServer:
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
         """See `Dialect`: SGLang restricts what it reports to the tokens that a minimum length allows."""
         if sampling.min_new_tokens:
-            return "SGLang's log-probs are not of the full distribution with min_new_tokens. Set it to 0"
+            return "SGLang's log-probs are not of the full distribution with min_new_tokens. Set min_new_tokens to 0"
         return None
 
     def generate(

@@ -85,7 +85,7 @@ class VllmServer:
                     "them out, or start it with raw_logprobs and draw at temperature 1"
                 )
             if sampling.greedy and sampling.temperature != 1:
-                return "greedy log-probs are those of temperature 1. Set it to 1"
+                return "greedy log-probs are those of temperature 1. Set temperature to 1"
         elif sampling.temperature != 1:
             return (
                 "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set temperature to 1, or start the "

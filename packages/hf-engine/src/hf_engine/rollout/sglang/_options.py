@@ -153,7 +153,8 @@ def build_options(
     tokens = cache_bytes // token_bytes
     if tokens <= RESERVED:
         raise BackendError(
-            f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each. Raise it"
+            f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each. Raise "
+            "cache_bytes"
         )
     values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + RESERVED, tokens, max_rows)
     fixed = dict(zip(_BY_ARGUMENTS, values, strict=True)) | _OURS

@@ -82,7 +82,7 @@ class EngineProcess:
         except (EOFError, OSError) as error:
             how, why = self._end_of_process(), self._last_words()
             self._end(f"in {method!r}, {how}")
-            text = f"SGLang's process ended in {method!r} ({how}): {why}. Build the backend again"
+            text = f"SGLang's process ended in {method!r} ({how}): {why.rstrip('.')}. Build the backend again"
             raise BackendError(text) from error
         return answer
 

@@ -209,7 +209,7 @@ class TransformersBackend:
         """
         check_version(version)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
-            raise BackendError("the weights were released. Resume and send them again before commit_weights")
+            raise BackendError("the weights were released. Call resume() and send them again before commit_weights()")
         self._weight_version = version
         self._has_weights = True
 
@@ -246,7 +246,9 @@ class TransformersBackend:
         """Draws `sampling.n` responses to every prompt; see `RolloutBackend.generate`."""
         vocab_size = self._model.get_input_embeddings().weight.shape[0]
         if not self._has_weights:
-            raise BackendError("the weights were released; resume, send them again and commit before generating")
+            raise BackendError(
+                "the weights were released. Call resume(), send them again and commit_weights() before generate()"
+            )
         limits = {"vocab_size": vocab_size, "positions": self._positions}
         prompts = read_prompts(batch, sampling, **limits, ends=self._stop_token_ids)
         strings = load_stop_strings(self._model.name_or_path, sampling)
@@ -283,7 +285,8 @@ class TransformersBackend:
             if row_bytes > self._cache_bytes:
                 raise BackendError(
                     f"row {int(order[start])} needs {tokens} tokens x {sampling.n} samples = {row_bytes} bytes of keys "
-                    f"and values, above cache_bytes={self._cache_bytes}. Raise it or lower n or max_new_tokens"
+                    f"and values, above cache_bytes={self._cache_bytes}. Raise cache_bytes, or lower n or "
+                    "max_new_tokens"
                 )
             stop = start + self._cache_bytes // row_bytes
             yield order[start:stop]

@@ -94,7 +94,7 @@ def check_cache(
     if needed > cache_bytes:
         raise BackendError(
             f"one sequence of {positions} positions needs {needed} bytes of keys and values, above "
-            f"cache_bytes={cache_bytes}. Raise it or lower max_positions"
+            f"cache_bytes={cache_bytes}. Raise cache_bytes or lower max_positions"
         )
 
 
@@ -163,9 +163,9 @@ class Engine:
         with (
             raised_as(  # vLLM and what it builds on raise errors of many kinds
                 lambda error: BackendError(
-                    f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes} "
-                    f"(raise it if the cache is too small, lower it if there is less memory), "
-                    f"max_positions={positions}: {error}"
+                    f"vLLM did not start with {str(model)!r}, gen_tp_size={len(groups[0])}, cache_bytes={cache_bytes}, "
+                    f"max_positions={positions}: {str(error).rstrip('.')}. Raise cache_bytes if the cache is too "
+                    "small, lower it if there is less memory"
                 )
             ),
             ExitStack() as undo,
@@ -183,7 +183,7 @@ class Engine:
             self.close()
             raise BackendError(
                 f"vLLM built {str(model)!r} with heads of {sorted(sizes)}, its config says {head_size}: vLLM's "
-                "class of this family derives it; choose another model, or rollout backend 'transformers'"
+                "class of this family derives it. Choose another model, or the rollout backend 'transformers'"
             )
         self._worker = self._engine.model_executor.driver_worker.worker
         self._adapter = None if lora is None else EngineAdapter(self._worker, lora, adapted)

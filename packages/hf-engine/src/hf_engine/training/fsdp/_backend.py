@@ -49,7 +49,7 @@ from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_engine.training.offload import OffloadedMemory
 from hf_engine.training.optimizer import ShardedAdamW, local_shard
 from hf_engine.training.outputs import OutputRequest, TokenColumn
-from hf_engine.training.steps import TrainSteps
+from hf_engine.training.steps import TrainSteps, require_trainable
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -183,7 +183,7 @@ class FsdpBackend(TrainSteps):
 
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
-        self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
+        require_trainable(self._optimizer, "set_learning_rate").learning_rate.set(learning_rate, constant=constant)
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
@@ -286,7 +286,7 @@ class FsdpBackend(TrainSteps):
         return forward_tokens(self._model, micro_batch, self._device, head=self._head, request=request)
 
     def _prepare_step(self, method: str) -> ShardedAdamW:
-        optimizer = self._require_optimizer(method)
+        optimizer = require_trainable(self._optimizer, method)
         self._offloaded.require_all(method)
         return optimizer
 
@@ -313,7 +313,7 @@ class FsdpBackend(TrainSteps):
             outputs = self._forward(MicroBatch.dummy(), request=OutputRequest())
             torch.autograd.backward([output.sum() * 0.0 for output in outputs.values()])
         if is_first:
-            self._require_optimizer("a step").zero_grad()
+            require_trainable(self._optimizer, "a step").zero_grad()
         self._has_unreduced_gradients = True
         with ExitStack() as on_failure:
             on_failure.callback(self._root.reshard)  # else a load or an offload that follows would be missed
@@ -353,11 +353,6 @@ class FsdpBackend(TrainSteps):
         return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
 
     def _measure(self, loss: float) -> tuple[float, float]:
-        optimizer = self._require_optimizer("a step")
+        optimizer = require_trainable(self._optimizer, "a step")
         total, squared_norm = self.sum_over_data([loss, optimizer.squared_grad_norm()])
         return total, float(squared_norm**0.5)
-
-    def _require_optimizer(self, method: str) -> ShardedAdamW:
-        if self._optimizer is None:
-            raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
-        return self._optimizer

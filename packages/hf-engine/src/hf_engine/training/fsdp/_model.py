@@ -172,7 +172,7 @@ def _require_compiler(device: str) -> None:
     try:
         torch.compile(torch.cos)(torch.ones(2, device=device))
     except RuntimeError as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise BackendError(
             f"compile=True needs a torch.compile that works on {show(device)}, which it does not: {reason}. Install a "
             "C++ compiler (CXX names it), or set compile=False"

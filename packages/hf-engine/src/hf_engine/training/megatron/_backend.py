@@ -38,7 +38,7 @@ from hf_engine.training.megatron._stage import PipelineStage
 from hf_engine.training.megatron._state import MegatronState
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_engine.training.outputs import OutputRequest, TokenColumn
-from hf_engine.training.steps import TrainSteps
+from hf_engine.training.steps import TrainSteps, require_trainable
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -154,7 +154,9 @@ class MegatronBackend(TrainSteps):
 
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
         """Uses another learning rate from the next step on; see `TrainBackend.set_learning_rate`."""
-        self._require_optimizer("set_learning_rate").learning_rate.set(learning_rate, constant=constant)
+        require_trainable(self._stage.optimizer, "set_learning_rate").learning_rate.set(
+            learning_rate, constant=constant
+        )
 
     def sum_over_data(self, values: Sequence[float]) -> list[float]:
         """Adds each value over the data-parallel ranks."""
@@ -266,7 +268,7 @@ class MegatronBackend(TrainSteps):
         )
 
     def _prepare_step(self, method: str) -> DistributedAdamW:
-        optimizer = self._require_optimizer(method)
+        optimizer = require_trainable(self._stage.optimizer, method)
         self._stage.offloaded.require_all(method)
         return optimizer
 
@@ -294,7 +296,7 @@ class MegatronBackend(TrainSteps):
         return shared
 
     def _measure(self, loss: float) -> tuple[float, float]:
-        optimizer = self._require_optimizer("a step")
+        optimizer = require_trainable(self._stage.optimizer, "a step")
         (total,) = self.sum_over_data([loss])
         self._stage.sum_gradients()
         return total, optimizer.take_gradients()
@@ -304,8 +306,3 @@ class MegatronBackend(TrainSteps):
             raise BackendError(
                 f"{method} needs a model built with head={show(head)}, this one has head={show(self._head)}"
             )
-
-    def _require_optimizer(self, method: str) -> DistributedAdamW:
-        if self._stage.optimizer is None:
-            raise BackendError(f"{method} needs a model built with trainable=True, this one is frozen")
-        return self._stage.optimizer

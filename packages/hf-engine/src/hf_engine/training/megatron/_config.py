@@ -211,7 +211,10 @@ def _window(config: Mapping[str, Any], directory: str | Path) -> int | None:
     if family in ("mistral", "mixtral"):
         return window
     if window is not None and config.get("use_sliding_window", False):
-        raise BackendError(f"{directory} slides its window in some layers only, which the megatron backend has not")
+        raise BackendError(
+            f"{directory} has a sliding window in some layers only, which the megatron backend does not support. Use "
+            "the fsdp backend"
+        )
     return None
 
 

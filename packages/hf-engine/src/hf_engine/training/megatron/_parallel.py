@@ -18,14 +18,13 @@ from hf_protocols.topology import Axis, Coordinate, Order, ParallelSpec, Topolog
 __all__ = ["ParallelGroups", "check_sizes"]
 
 _ORDERS: dict[Order, str] = {"megatron": "tp-cp-ep-dp-pp", "contiguous": "tp-cp-ep-pp-dp"}
-_Layout = tuple[ParallelSpec, Order]
 
 
 @dataclass(kw_only=True)
 class _Shared:
     """megatron-core keeps one layout per process in global variables: its users."""
 
-    layout: _Layout | None = None
+    layout: str | None = None
     num_users: int = 0
 
 
@@ -50,11 +49,11 @@ class ParallelGroups:
         self.seed = seed
         self.rank = dist.get_rank()
         self.at: Coordinate = topology.coordinate(self.rank)
-        layout = (topology.train, topology.order)
+        layout = f"{topology.train} in {topology.order} order"
         if _SHARED.num_users and _SHARED.layout != layout:
             raise BackendError(
-                f"this process holds megatron models in the layout {_SHARED.layout}; megatron-core keeps one layout "
-                f"per process, so {layout} has to wait until they are closed, or runs in processes of its own"
+                f"megatron-core keeps one layout in a process: this one holds models in {_SHARED.layout}, and {layout} "
+                "was asked for. Close them first, or use other processes"
             )
         if not _SHARED.num_users:
             _initialize(topology, seed)

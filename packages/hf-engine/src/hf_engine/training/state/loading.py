@@ -137,7 +137,8 @@ class _Reader:
         overlaps = any(first.intersect(second) for first, second in combinations(parts, 2))
         if overlaps or sum(part.numel for part in parts) != box.numel:
             raise StateError(
-                f"{self._directory / DESCRIPTION} is damaged: {kind} of {show(name)} at {box} are not there once"
+                f"{self._directory / DESCRIPTION} is damaged: the pieces of {kind} of {show(name)} at {box} overlap or "
+                "leave gaps. Load another state"
             )
 
     def _header(self, file: str) -> dict[str, StoredTensor]:

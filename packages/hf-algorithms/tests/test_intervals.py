@@ -8,7 +8,7 @@ from statistics import NormalDist
 
 import pytest
 
-from hf_algorithms.evaluation.statistics import compute_wilson_interval
+from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_protocols import ConfigError
 
 

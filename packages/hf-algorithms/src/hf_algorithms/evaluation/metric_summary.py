@@ -1,4 +1,4 @@
-"""Statistics of scores: intervals of a share and of a mean, and the numbers of one metric over the rows of a set."""
+"""Numbers of one metric over the rows of a set: its mean, pass@k, and intervals of means and shares."""
 
 from __future__ import annotations
 
