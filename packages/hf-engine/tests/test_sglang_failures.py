@@ -150,7 +150,7 @@ def lose_the_engine(model, victim):
     threading.Timer(0.3, os.kill, (target, signal.SIGKILL)).start()
     with pytest.raises(BackendError, match=r"process ended in 'generate' \(.*\): .*. Build the backend again"):
         generate_without_end(backend)
-    with pytest.raises(BackendError, match="build the backend again"):
+    with pytest.raises(BackendError, match="Build the backend again"):
         backend.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
     ENGINES.clear()
     backend.close()

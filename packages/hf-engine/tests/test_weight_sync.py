@@ -232,7 +232,7 @@ def versions_that_do_not_go_up():
     for message, options in {
         r"version=5 must be above 5, that of the last transfer": {"version": 5},
         r"version=0 must be above 5": {"version": 0},
-        r"the source names the version": {"version": None},
+        r"the source side names the version": {"version": None},
         r"version='7' must be a whole number": {"version": "7"},
         r"version=3 must be above 5": {"version": 6, "expected": 3},
         r"expected weights of version 8 and received \{.*6|another rank refused what": {"version": 6, "expected": 8},

@@ -26,7 +26,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def write_text(path: str | Path, text: str) -> Path:
-    """Write `text` as UTF-8 to a file next to `path`, flush it to the disk and rename it to `path` in one step.
+    """Writes `text` as UTF-8 to a file next to `path`, flushes it to the disk and renames it to `path` in one step.
 
     A reader sees the old file or the new one; a crash or a full disk leaves the old one as it was.
 

@@ -21,7 +21,7 @@ class Watched(Protocol):
     pool: ResourcePool
 
     def finish(self) -> bool:
-        """Wait for its end, and have the log know why it failed, or that it is late; whether it was in time."""
+        """Waits for its end, and has the log know why it failed, or that it is late; whether it was in time."""
 
     def find_failure(self) -> Failure | None:
         """Returns the reason why the call failed, after waiting for its end or for its first rank that failed."""
@@ -59,16 +59,16 @@ class FailureLog:
         self._forgotten: dict[ResourcePool, int] = {}
 
     def note_place(self, call_id: int, place: str) -> None:
-        """Remember the line of the program that made a call."""
+        """Remembers the line of the program that made a call."""
         self._places[call_id] = place
 
     def watch(self, handles: Iterable[Any], call: Watched) -> None:
-        """Remember where the reports of a call will be."""
+        """Remembers where the reports of a call will be."""
         self._last_call_id = max(self._last_call_id, call.call_id)
         self._watched.update(dict.fromkeys(handles, call))
 
     def note(self, reports: Iterable[CallReport], pool: ResourcePool) -> None:
-        """Take the reports of a call on `pool` that nobody watches."""
+        """Takes the reports of a call on `pool` that nobody watches."""
         for report in reports:
             self._last_call_id = max(self._last_call_id, report.span.call_id)
             self._spans.append(report.span)
@@ -138,7 +138,7 @@ class FailureLog:
         self._untold.pop(origin, None)
 
     def note_watched(self, handle: Any, report: CallReport) -> None:
-        """Take the report behind a watched handle from somebody who read it, and let go of the handle."""
+        """Takes the report behind a watched handle from somebody who read it, and lets go of the handle."""
         if handle in self._watched:
             self._take(self._watched.pop(handle), report)
 
@@ -156,7 +156,7 @@ class FailureLog:
         self._places = {call_id: place for call_id, place in self._places.items() if call_id in named}
 
     def _collect(self) -> None:
-        """Take the reports that are there."""
+        """Takes the reports that are there."""
         if self._take_ready is not None:
             for handle, report in self._take_ready(list(self._watched)).items():
                 self._take(self._watched.pop(handle), report)

@@ -143,7 +143,7 @@ class Failure:
         origin: str = "",
         has_returned: bool = False,
     ) -> Failure:
-        """Describe `error`, raised by `role.method` on `rank`."""
+        """Describes `error`, raised by `role.method` on `rank`."""
         return cls(
             role=role,
             method=method,

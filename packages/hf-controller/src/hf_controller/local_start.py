@@ -60,7 +60,7 @@ class LocalCheck:
 
 
 def check_local_start(num_ranks: int = 1) -> None:
-    """Refuse to start a local Ray cluster that would end in a crash or a hang. Takes milliseconds, changes nothing.
+    """Refuses to start a local Ray cluster that would end in a crash or a hang. Takes milliseconds, changes nothing.
 
     Args:
         num_ranks: processes that are to run on it.
@@ -75,7 +75,7 @@ def check_local_start(num_ranks: int = 1) -> None:
 
 
 def list_local_checks(num_ranks: int = 1) -> list[LocalCheck]:
-    """Look at the temporary folder, the home, threads, open files and shared memory.
+    """Looks at the temporary folder, the home, threads, open files and shared memory.
 
     Args:
         num_ranks: processes that are to run on the cluster.

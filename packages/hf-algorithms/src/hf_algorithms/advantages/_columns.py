@@ -86,25 +86,25 @@ def split_groups(group_id: torch.Tensor) -> list[torch.Tensor]:
 
 
 def check_share(name: str, value: object) -> None:
-    """Refuse what is not a number from 0 to 1, as gamma and lambda are."""
+    """Refuses what is not a number from 0 to 1, as gamma and lambda are."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(f"{name}={show(value)} is not a number from 0 to 1. Give one.")
 
 
 def check_bound(name: str, value: object, *, may_be_zero: bool = True, may_be_none: bool = False) -> None:
-    """Refuse what is not a finite number of at least 0, or above 0; None where it `may_be_none`."""
+    """Refuses what is not a finite number of at least 0, or above 0; None where it `may_be_none`."""
     if not (value is None and may_be_none):
         _check.number(name, value, may_be_zero=may_be_zero)
 
 
 def check_finite(name: str, value: object) -> None:
-    """Refuse what is not a finite number."""
+    """Refuses what is not a finite number."""
     most = sys.float_info.max
     if isinstance(value, bool) or not isinstance(value, int | float) or not -most <= value <= most:
         raise ConfigError(f"{name}={show(value)} is not a finite number. Give one.")
 
 
 def check_ddof(name: str, value: int) -> None:
-    """Refuse what is neither 0 (divide by N) nor 1 (divide by N - 1)."""
+    """Refuses what is neither 0 (divide by N) nor 1 (divide by N - 1)."""
     if type(value) is not int or value not in (0, 1):
         raise ConfigError(f"{name}={show(value)} is neither 0 nor 1. Give 0 to divide by N, 1 to divide by N - 1.")

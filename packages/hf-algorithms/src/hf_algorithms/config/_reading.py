@@ -174,7 +174,7 @@ def _check_role_names(section: object, recipe: Recipe) -> None:
 
 
 def _check_meaning(config: Config) -> None:
-    """Refuse keys that contradict one another, overrides that their role cannot have, and keys that are missing."""
+    """Refuses keys that contradict one another, overrides that their role cannot have, and keys that are missing."""
     name = show(config.algorithm.name)
     problems = [
         *_ask_for_contradictions(config.algorithm),

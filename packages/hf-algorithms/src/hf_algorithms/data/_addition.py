@@ -26,7 +26,7 @@ class ExampleFiles:
 
 
 def write_addition_data(directory: str | Path, *, seed: int) -> ExampleFiles:
-    """Write `train.jsonl`, `validation.jsonl` and `test.jsonl` of problems like `37+85=` with answer `122`.
+    """Writes `train.jsonl`, `validation.jsonl` and `test.jsonl` of problems like `37+85=` with answer `122`.
 
     Operands run from 0 to 99. The split is by unordered pair, so that `85+37` never reveals the answer of
     a held-out `37+85`: of the 5,050 pairs 500 are test problems and 300 validation problems, each in one orientation;

@@ -25,7 +25,7 @@ _STEP = re.compile(r"<<(\d{1,2}[-+*/]\d{1,2}=)(\d+)>>")
 
 
 def write_gsm8k_data(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
-    """Write `train.jsonl`, `validation.jsonl` and `test.jsonl` with a `question` and its worked `answer`.
+    """Writes `train.jsonl`, `validation.jsonl` and `test.jsonl` with a `question` and its worked `answer`.
 
     Rows for validation and test are drawn by the seed from those of the source: a tenth for each, at most 500.
 
@@ -46,7 +46,7 @@ def write_gsm8k_data(directory: str | Path, *, source: str | Path | None, seed: 
 
 
 def write_gsm8k_steps(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
-    """Write the same three files with a `prompt` such as `16-3=` and its `answer`: steps of the worked answers.
+    """Writes the same three files with a `prompt` such as `16-3=` and its `answer`: steps of the worked answers.
 
     They are the distinct calculator annotations, `<<16-3=13>>`, of one operation on whole numbers below 100 with a
     whole, non-negative result. A problem is in one file only.
@@ -71,7 +71,7 @@ def write_gsm8k_steps(directory: str | Path, *, source: str | Path | None, seed:
 
 
 def write_gsm8k_preferences(directory: str | Path, *, source: str | Path | None, seed: int = 0) -> ExampleFiles:
-    """Write the same three files with `prompt`, `chosen` and `rejected`: a right and a wrong solution of a question.
+    """Writes the same three files with `prompt`, `chosen` and `rejected`: a right and a wrong solution of a question.
 
     Every right solution is paired with every wrong one. All pairs of a question are in one file.
 

@@ -33,7 +33,7 @@ _FILE_PATTERNS = ("tokenizer.*.json", "additional_chat_templates/*.jinja")
 
 
 def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrainedTokenizerFast:
-    """Build and save a tokenizer with one token per character, and `<pad>`, `<eos>` and `<unk>`.
+    """Builds and saves a tokenizer with one token per character, and `<pad>`, `<eos>` and `<unk>`.
 
     Ids 0 to 2 are the three special tokens, then the characters in the order given. Any other character becomes
     `<unk>`. `AutoTokenizer.from_pretrained(directory)` loads the same tokenizer.
@@ -53,7 +53,7 @@ def build_character_tokenizer(characters: str, directory: str | Path) -> PreTrai
 
 
 def train_bpe_tokenizer(texts: Iterable[str], *, vocab_size: int, directory: str | Path) -> PreTrainedTokenizerFast:
-    """Train and save a byte-level BPE tokenizer of at most `vocab_size` tokens, `<pad>` and `<eos>` included.
+    """Trains and saves a byte-level BPE tokenizer of at most `vocab_size` tokens, `<pad>` and `<eos>` included.
 
     Every byte has a token, so that any text survives encoding and decoding; digits are never merged, so that a
     number reads the same wherever it stands. A short text yields fewer merges and so a smaller vocabulary.

@@ -34,7 +34,7 @@ _SAMPLES_KEY = "rollout.batch_size * rollout.samples_per_prompt"
 
 
 def check_context(config: Config, inputs: RunInputs) -> None:
-    """Refuse rows for which the model's context has no room: a response follows every prompt of all three sets.
+    """Refuses rows for which the model's context has no room: a response follows every prompt of all three sets.
 
     Raises:
         ConfigError: with a line for every file, which names its longest row.
@@ -54,7 +54,7 @@ def check_context(config: Config, inputs: RunInputs) -> None:
 
 
 def check_blocks(config: Config, plan: MappingPlan, inputs: RunInputs) -> None:
-    """Refuse blocks of texts that exceed a forward pass of a role that learns them, in a plan with budgets of its own.
+    """Refuses blocks of texts that exceed a forward pass of a role that learns them, in a plan with budgets of its own.
 
     Raises:
         ConfigError: naming both numbers.
@@ -72,7 +72,7 @@ def check_blocks(config: Config, plan: MappingPlan, inputs: RunInputs) -> None:
 
 
 def check_scorers(config: Config, inputs: RunInputs) -> None:
-    """Refuse prompts that leave a reward model or cost model no room for a response.
+    """Refuses prompts that leave a reward model or cost model no room for a response.
 
     Of a model with the run's tokenizer the longest response must fit as well. Of another tokenizer the tokens of
     responses are not known: what is too long then loses its start.
@@ -104,7 +104,7 @@ def check_scorers(config: Config, inputs: RunInputs) -> None:
 
 
 def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
-    """Refuse options of the rollout backend that have no room for a row; others must have been found good before.
+    """Refuses options of the rollout backend that have no room for a row; others must have been found good before.
 
     Raises:
         ConfigError: naming the option and what is needed.
@@ -143,7 +143,7 @@ def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[t
 
 
 def check_calls(config: Config, plan: MappingPlan, calls: Sequence[PlannedCall], *, is_given: bool) -> None:
-    """Refuse calls with fewer rows than the ranks need, or with a row above the token budget of a forward pass.
+    """Refuses calls with fewer rows than the ranks need, or with a row above the token budget of a forward pass.
 
     Args:
         config: the run's.

@@ -39,7 +39,7 @@ __all__ = ["check_run"]
 def check_run(
     config: Config, folder: Path, *, plan: MappingPlan | None = None, search_path: Sequence[str] = ()
 ) -> tuple[RunInputs, MappingPlan]:
-    """Read what a run needs, plan it, and walk every call that it will make.
+    """Reads what a run needs, plans it, and walks every call that it will make.
 
     Args:
         config: the run's.
@@ -106,7 +106,7 @@ class _Problems:
             self._found.append(error)
 
     def refuse(self) -> None:
-        """Raise what was found, if anything was."""
+        """Raises what was found, if anything was."""
         distinct = {str(error): error for error in reversed(self._found)}  # two checks may meet one fault
         if len(distinct) == 1:
             raise self._found[0]

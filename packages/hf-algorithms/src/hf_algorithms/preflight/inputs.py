@@ -112,7 +112,7 @@ class RunInputs(ModelInputs):
 
 
 def load_inputs(config: Config, directory: Path) -> RunInputs:
-    """Read the data, load or make model and tokenizer; a fresh model is written to `directory`.
+    """Reads the data, loads or makes model and tokenizer; a fresh model is written to `directory`.
 
     Raises:
         DataError, ConfigError: for a file that is missing or malformed.

@@ -49,7 +49,7 @@ _USUAL_SLOTS = 2
 
 
 def require_mapper() -> None:
-    """Say how to get hf-mapper where it is missing: only making a plan needs it, following one does not.
+    """Says how to get hf-mapper where it is missing: only making a plan needs it, following one does not.
 
     Raises:
         PlanError: with the line that installs it.
@@ -64,7 +64,7 @@ def require_mapper() -> None:
 
 
 def check_batches(config: Config) -> None:
-    """Refuse sizes of the configuration that contradict one another.
+    """Refuses sizes of the configuration that contradict one another.
 
     Raises:
         ConfigError: with a line for every contradiction.
@@ -134,7 +134,7 @@ _GIVEN_BY_RUN = ("lora", "model", "seed", "topology")
 
 
 def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
-    """Refuse training backends that do not exist, or whose library is missing.
+    """Refuses training backends that do not exist, or whose library is missing.
 
     Raises:
         BackendError: naming those that are installed, or the line that installs the library.
@@ -151,7 +151,7 @@ def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
 
 
 def check_rollout_options(rollout: RolloutConfig) -> None:
-    """Refuse options that the rollout backend does not take on any machine, or takes as another kind.
+    """Refuses options that the rollout backend does not take on any machine, or takes as another kind.
 
     What depends on a machine, such as its memory, is seen by the ranks: plans are made elsewhere.
 

@@ -34,7 +34,7 @@ def load_breakdown(directory: str | Path) -> Breakdown:
 
 
 def write_report(directory: str | Path) -> Path:
-    """Write `report.html` from the files that a run left in `directory`, and return its path.
+    """Writes `report.html` from the files that a run left in `directory`, and returns its path.
 
     Reads `config.toml`, `metrics.jsonl`, `summary.json`, `trace.json` and `samples/`. If a file is absent,
     its part of the page is left out; a file that cannot be read is named on the page.

@@ -15,7 +15,7 @@ __all__ = ["render_breakdown"]
 
 
 def render_breakdown(breakdown: Breakdown, console: Console) -> None:
-    """Print a line of wall time, a table of roles and methods, and a table of pools."""
+    """Prints a line of wall time, a table of roles and methods, and a table of pools."""
     from hf_mapper.explain.terminal import print_table  # a run that follows a plan does without hf-mapper
 
     num_calls = sum(usage.num_calls for usage in breakdown.roles)

@@ -93,7 +93,7 @@ class RunDirectory:
         return self._has_begun
 
     def check_inputs(self, paths: Mapping[str, str | None]) -> None:
-        """Refuse inputs that `begin` would remove.
+        """Refuses inputs that `begin` would remove.
 
         Args:
             paths: key of the configuration and path, or None.
@@ -110,7 +110,7 @@ class RunDirectory:
                 )
 
     def begin(self) -> None:
-        """Make the directory and remove what an earlier run left; call it once the new run's inputs were found good.
+        """Makes the directory and removes what an earlier run left; call it once the new run's inputs were found good.
 
         The run holds the directory's lock until `close`.
 
@@ -180,7 +180,7 @@ class RunDirectory:
         self._listeners.append(listener)
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file atomically.
+        """Writes a file atomically.
 
         Raises:
             RunDirectoryError: if it cannot be written, as all other methods do.
@@ -189,7 +189,7 @@ class RunDirectory:
             write_text(self.path / name, text)
 
     def write_json(self, name: str, body: Any) -> None:
-        """Write JSON atomically, indented."""
+        """Writes JSON atomically, indented."""
         self.write_text(name, json.dumps(body, indent=2) + "\n")
         if name == "summary.json":
             for listener in self._listeners:

@@ -117,7 +117,7 @@ class RunDisplay:
         return dict(self._phases)
 
     def iteration(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Show iteration `number` (from 1); a metric that is absent keeps its last known value."""
+        """Shows iteration `number` (from 1); a metric that is absent keeps its last known value."""
         self._ends_s.append(self._clock())
         self._known = {**self._known, **metrics}
         if "reward/mean" in metrics:
@@ -131,7 +131,7 @@ class RunDisplay:
         self._doing = f"iteration {number + 1}" if number < self._total else self._doing
 
     def note(self, text: str) -> None:
-        """Leave a line above the panel."""
+        """Leaves a line above the panel."""
         self._print(text)
 
     @property

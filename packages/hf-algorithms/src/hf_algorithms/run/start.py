@@ -23,7 +23,7 @@ Inputs = TypeVar("Inputs", bound=ModelInputs)
 
 
 def check_inputs(config: Config, directory: RunDirectory) -> None:
-    """Refuse inputs that the run's own files would replace."""
+    """Refuses inputs that the run's own files would replace."""
     data, model = config.data, config.model
     paths = {f"data.{key}": getattr(data, key) for key in ("validation", "test", "pretraining")}
     sources = data.sources_of("train")
@@ -44,7 +44,7 @@ def begin_run(
     search_path: Sequence[str],
     resume: Resumption | None,
 ) -> Inputs:
-    """Replace an earlier run's files by this run's first ones; of the inputs, a fresh model moves there.
+    """Replaces an earlier run's files by this run's first ones; of the inputs, a fresh model moves there.
 
     A run that goes on keeps what it wrote until its last commit. Its origin comes last: a run that has one can go on.
     """

@@ -33,7 +33,7 @@ def warm_start(
     first: int = 1,
     end_step: Callable[[int], None] = lambda step: None,
 ) -> int:
-    """Train until an evaluation reaches `config.stop_at`, or for `config.max_steps` steps.
+    """Trains until an evaluation reaches `config.stop_at`, or for `config.max_steps` steps.
 
     Args:
         roles: the one that generates is trained.

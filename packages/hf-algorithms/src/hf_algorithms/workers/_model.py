@@ -101,37 +101,37 @@ class ModelWorker(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def load_model(self, directory: str) -> None:
-        """Replace the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
+        """Replaces the weights by those of a Hugging Face directory; optimizer and learning rate start again."""
         self._train.load_hf(directory)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def export_adapter(self, directory: str, *, base: str) -> None:
-        """Write the adapters of `[model.lora]` in peft's format; see `SupportsAdapters.export_adapter`."""
+        """Writes the adapters of `[model.lora]` in peft's format; see `SupportsAdapters.export_adapter`."""
         assert isinstance(self._train, SupportsAdapters), "of a run with [model.lora]"
         self._train.export_adapter(directory, base=base)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def export_model(self, directory: str, *, dtype: ExportDtype = "source") -> None:
-        """Write the weights as a Hugging Face directory, atomically, from rank 0; see `TrainBackend.export_hf`."""
+        """Writes the weights as a Hugging Face directory, atomically, from rank 0; see `TrainBackend.export_hf`."""
         self._train.export_hf(directory, dtype=dtype)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def save_state(self, path: str, *, background: bool = False) -> None:
-        """Write weights, optimizer and random numbers to a new directory; see `TrainBackend.save_state`."""
+        """Writes weights, optimizer and random numbers to a new directory; see `TrainBackend.save_state`."""
         self._train.save_state(path, background=background, weight_version=self._weight_version())
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def finish_state(self, *, timeout_s: float | None = None) -> tuple[StateFile, ...]:
-        """Wait for what `save_state` writes; this rank's files and digests. See `TrainBackend.finish_state`."""
+        """Waits for what `save_state` writes; this rank's files and digests. See `TrainBackend.finish_state`."""
         return self._train.finish_state(timeout_s)
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
-        """Go on from what `save_state` wrote, under any layout; see `TrainBackend.load_state`.
+        """Goes on from what `save_state` wrote, under any layout; see `TrainBackend.load_state`.
 
         Args:
             path: of the directory.
@@ -149,7 +149,7 @@ class ModelWorker(Worker):
         return "backend" in kwargs and load_train_backend(kwargs["backend"]).one_layout_per_process
 
     def close(self) -> None:
-        """Free the backend."""
+        """Frees the backend."""
         self._train.close()
 
     def _rest(self) -> None:

@@ -206,14 +206,14 @@ class ActorWorker(PolicyWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
-        """Go on from what `save_state` wrote, samples carry on with its weight version; see `ModelWorker`."""
+        """Goes on from what `save_state` wrote, samples carry on with its weight version; see `ModelWorker`."""
         loaded = super().load_state(path, files=files)
         self._engine.weight_version = loaded.weight_version
         return loaded
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def set_learning_rate(self, learning_rate: float, *, constant: bool = False) -> None:
-        """Use `learning_rate` from the next step on; a `constant` one has no schedule until a model is loaded."""
+        """Uses `learning_rate` from the next step on; a `constant` one has no schedule until a model is loaded."""
         self._train.set_learning_rate(learning_rate, **({"constant": True} if constant else {}))
 
     @register(protocol=THREE_D_ALL_MICRO_DP, reads=("row_id", "prompt_ids"), returns="object")
@@ -232,7 +232,7 @@ class ActorWorker(PolicyWorker):
         return self._engine.weight_version
 
     def close(self) -> None:
-        """Free both backends."""
+        """Frees both backends."""
         self._engine.close()
 
     def _judge(self, sampled: torch.Tensor, recomputed: torch.Tensor, batch: TensorDict, temperature: float) -> None:

@@ -49,7 +49,7 @@ class CallColumns(NamedTuple):
     writer: str | None = None
 
     def check(self, existing: Sequence[str], batch: Expression) -> None:
-        """Refuse a batch without the columns that arguments read.
+        """Refuses a batch without the columns that arguments read.
 
         Args:
             existing: columns of `batch`.

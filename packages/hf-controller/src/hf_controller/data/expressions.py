@@ -179,7 +179,7 @@ class Expression(ABC):
         return values
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as a list of nodes, each with its children's places in the list."""
+        """Pickles as a list of nodes, each with its children's places in the list."""
         order = self.walk()
         places = {id(node): place for place, node in enumerate(order)}
         nodes = [(type(node), [places[id(child)] for child in node.children()], node.parameters()) for node in order]
@@ -360,7 +360,7 @@ def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection
 
 
 def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
-    """Refuse columns of different kinds as one, though torch would join some of them: it takes the first one's type."""
+    """Refuses columns of different kinds as one, though torch would join some of them and take the first one's type."""
     kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
     if len(kinds) > 1:
         raise BatchError(

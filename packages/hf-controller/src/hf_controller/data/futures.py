@@ -49,7 +49,7 @@ class PendingCall(Protocol):
         ...
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """Wait until every rank is done; the answer is the number of rows that each collected rank returned.
+        """Waits until every rank is done; the answer is the number of rows that each collected rank returned.
 
         Raises:
             HybridFlowError: of the class of the first rank that failed.
@@ -141,7 +141,7 @@ class BatchFuture:
         return self._with(Union(self._expression, self._expression_of(other, "union")))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the rows exist, without moving them.
+        """Waits until the rows exist, without moving them.
 
         Args:
             timeout_s: how long; by default until the calls' own deadlines, which end the groups that miss them.
@@ -163,7 +163,7 @@ class BatchFuture:
         return leading.num_rows(self._count_rows(leading, None))
 
     def result(self, timeout_s: float | None = None) -> TensorDict:
-        """Fetch the batch to this process. The tensors may be views of memory that all readers of the batch share:
+        """Fetches the batch to this process. The tensors may be views of memory that all readers of the batch share:
         clone before writing in place, for nobody notices such a write here.
 
         Raises:
@@ -240,7 +240,7 @@ class CallFuture:
         raise ProtocolError(STAYS_HERE)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until every rank is done. Raises the errors of `BatchFuture.wait`."""
+        """Waits until every rank is done. Raises the errors of `BatchFuture.wait`."""
         _check_deadline(timeout_s)
         self._call.wait(timeout_s)
 
@@ -361,7 +361,7 @@ def _range_of(index: slice) -> range:
 
 
 def refuse_foreign(value: object, store: ObjectStore, what: str) -> None:
-    """Refuse a future whose results lie in another executor's store.
+    """Refuses a future whose results lie in another executor's store.
 
     Raises:
         ProtocolError: if the future is of another executor. Names `what` it was given to, its maker and both stores.

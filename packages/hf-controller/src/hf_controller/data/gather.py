@@ -63,7 +63,7 @@ class BatchReader:
         return self._holder.bytes_from_afar
 
     def look_up(self, expressions: Iterable[Expression]) -> None:
-        """Fetch the metadata of every source below `expressions`.
+        """Fetches the metadata of every source below `expressions`.
 
         Raises:
             UpstreamFailure: if the call behind a source failed.

@@ -55,7 +55,7 @@ def compute_offsets(lengths: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _spend_warning() -> None:
-    """Make the first jagged tensor quietly: torch logs a warning for its own developers once per process."""
+    """Makes the first jagged tensor quietly: torch logs a warning for its own developers once per process."""
     logger = logging.getLogger("torch.fx._symbolic_trace")
     level = logger.level
     logger.setLevel(logging.ERROR)

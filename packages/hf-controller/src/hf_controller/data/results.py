@@ -49,7 +49,7 @@ def publish(
     selection: RowSelection | None,
     input_rows: int,
 ) -> Shard | Metrics | Value:
-    """Store a method's result.
+    """Stores a method's result.
 
     Args:
         returned: what the method returned.
@@ -90,7 +90,7 @@ def publish(
 def encode_batch(
     batch: TensorDict, store: ObjectStore, *, selection: RowSelection | None = None, input_rows: int = 0
 ) -> Shard:
-    """Put the columns of `batch` (batch_size [B]) into `store`.
+    """Puts the columns of `batch` (batch_size [B]) into `store`.
 
     Raises:
         BatchError: for a batch_size that is not one number, a column that is not a dense or jagged tensor, or a
@@ -207,7 +207,7 @@ def _split_jagged(name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 def _check_storable(name: str, value: torch.Tensor) -> None:
-    """Refuse what are not values of a type in one piece of memory."""
+    """Refuses what are not values of a type in one piece of memory."""
     import torch
 
     if value.is_meta:

@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, value: Any) -> Any:
-        """Store a list of arrays for readers anywhere; the answer is its handle. Dropping every handle frees it."""
+        """Stores a list of arrays for readers anywhere; the answer is its handle. Dropping every handle frees it."""
         ...
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -111,7 +111,7 @@ class ObjectStore(Protocol):
         ...
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
-        """Wait until the values exist, or never will, without fetching them.
+        """Waits until the values exist, or never will, without fetching them.
 
         Raises:
             WorkerTimeoutError: if that is not so in time.
@@ -123,12 +123,12 @@ class ObjectStore(Protocol):
         ...
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
-        """Ask a far shard's process for a slice; the answer is the handle of a `SliceReply`."""
+        """Asks a far shard's process for a slice; the answer is the handle of a `SliceReply`."""
         ...
 
 
 def take_slices(arrays: Sequence[Any], request: SliceRequest) -> SliceReply:
-    """Cut `request` out of a shard's arrays."""
+    """Cuts `request` out of a shard's arrays."""
     import torch
 
     starts: dict[int, torch.Tensor] = {}

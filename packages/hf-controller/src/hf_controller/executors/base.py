@@ -50,7 +50,7 @@ class Executor(Dispatcher):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role on the pool's slots, and wait until every worker is constructed.
+        """Builds one group per role on the pool's slots, and waits until every worker is constructed.
 
         Without `wait` construction goes on in the background, so that several pools start together:
         `wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
@@ -66,7 +66,7 @@ class Executor(Dispatcher):
 
     @abstractmethod
     def wait_until_ready(self) -> None:
-        """Wait until the workers of all groups are constructed.
+        """Waits until the workers of all groups are constructed.
 
         Raises:
             HybridFlowError: what a worker's constructor raised. Its group is then ended, with the roles that share its
@@ -76,10 +76,10 @@ class Executor(Dispatcher):
 
     @abstractmethod
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on `pool` and give its slots back; the pool can then be built on again."""
+        """Closes every group on `pool` and gives its slots back; the pool can then be built on again."""
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group; see `hf_controller.connect`."""
+        """Joins two groups in one process group; see `hf_controller.connect`."""
         raise ProtocolError(
             f"{type(self).__name__} runs all ranks in one process and cannot connect {first.role} and {second.role}. "
             "Use RayExecutor"
@@ -112,7 +112,7 @@ class Executor(Dispatcher):
 
     @abstractmethod
     def close(self) -> None:
-        """End every worker and free everything. May be called more than once."""
+        """Ends every worker and frees everything. May be called more than once."""
 
     def __enter__(self) -> Self:
         return self
@@ -127,7 +127,7 @@ class Executor(Dispatcher):
             self.close()
 
     def _end_calls(self) -> None:
-        """Wait until the calls are over, and raise the first failure that was not reported."""
+        """Waits until the calls are over, and raises the first failure that was not reported."""
         self._finish_calls()
         untold = self.failure_log.find_untold()
         if untold is not None:
@@ -136,10 +136,10 @@ class Executor(Dispatcher):
             raise error from untold.exception
 
     def _finish_calls(self) -> None:  # nothing is left to do where a call is over when made
-        """Wait for the calls, and have the log of failures know why they failed, or that they are late."""
+        """Waits for the calls, and has the log of failures know why they failed, or that they are late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
-        """Store a batch of this process, so that groups can read it.
+        """Stores a batch of this process, so that groups can read it.
 
         Raises:
             BatchError: for a batch that cannot travel.
@@ -161,7 +161,7 @@ class Executor(Dispatcher):
 
 
 def check_pool(pool: object) -> None:
-    """Refuse what is not a pool.
+    """Refuses what is not a pool.
 
     Raises:
         PoolError: saying what it is.
@@ -170,7 +170,7 @@ def check_pool(pool: object) -> None:
 
 
 def check_specs(pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool) -> None:
-    """Refuse roles that do not fit the pool, or one another's process.
+    """Refuses roles that do not fit the pool, or one another's process.
 
     Raises:
         PoolError: if a topology has another number of ranks than the pool has slots.

@@ -54,11 +54,11 @@ class LocalStore:
         return
 
     def hold(self, value: Any) -> _Box:
-        """Store a value as it is."""
+        """Stores a value as it is."""
         return _Box(value)
 
     def put(self, value: Any) -> _Box:
-        """Store copies of a list of arrays."""
+        """Stores copies of a list of arrays."""
         return _Box([array.copy() for array in value])
 
     def get(self, handles: Sequence[_Box], timeout_s: float) -> list[Any]:
@@ -73,7 +73,7 @@ class LocalStore:
         return False
 
     def request(self, shard: Shard, request: SliceRequest) -> _Box:
-        """Cut the slice at once."""
+        """Cuts the slice at once."""
         return _Box(take_slices(shard.arrays.value, request))
 
 
@@ -154,7 +154,7 @@ def _describe_uncopied(label: str, error: BaseException) -> ProtocolError:
 
 
 def _raise_interrupt(failure: Failure) -> None:
-    """Raise what came from outside: Ctrl-C is pressed for the whole program, and a method runs on its thread here."""
+    """Raises what came from outside: Ctrl-C is pressed for the whole program, and a method runs on its thread here."""
     if failure.exception is not None and not isinstance(failure.exception, Exception | SystemExit):
         raise failure.exception
 
@@ -193,7 +193,7 @@ class InProcessExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see `Executor.build_groups`. All is in one process, ready at once."""
+        """Builds one group per role; see `Executor.build_groups`. All is in one process, ready at once."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -215,10 +215,10 @@ class InProcessExecutor(Executor):
         return groups
 
     def wait_until_ready(self) -> None:
-        """Return at once: groups are ready when they are built."""
+        """Returns at once: groups are ready when they are built."""
 
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on `pool`."""
+        """Closes every group on `pool`."""
         check_pool(pool)
         self._close([group for group in self._hosts if group.pool is pool])
 
@@ -231,7 +231,7 @@ class InProcessExecutor(Executor):
         return list(together.values())
 
     def close(self) -> None:
-        """Close every worker and leave the process group."""
+        """Closes every worker and leaves the process group."""
         if self._closed:
             return
         self._closed = True
@@ -244,7 +244,7 @@ class InProcessExecutor(Executor):
             self._guard.restore()
 
     def _close(self, groups: Sequence[WorkerGroup]) -> None:
-        """End whole sets of fused groups, or groups that are not fused."""
+        """Ends whole sets of fused groups, or groups that are not fused."""
         ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
         self._failed = {group: each for group, each in self._failed.items() if group in self._hosts}
         for rank in ranks.values():
@@ -252,7 +252,7 @@ class InProcessExecutor(Executor):
         self._leave_default_group()
 
     def _join_default_group(self, pool: ResourcePool, roles: Sequence[str]) -> None:
-        """Use the process's default group of one rank, or make one."""
+        """Uses the process's default group of one rank, or makes one."""
         from torch import distributed
 
         larger = [group.role for group in self._hosts if group.world_size > 1]
@@ -272,7 +272,7 @@ class InProcessExecutor(Executor):
             )
 
     def _leave_default_group(self) -> None:
-        """Leave the default group that was made here, once no group is left to use it: larger ones cannot have it."""
+        """Leaves the default group that was made here, once no group is left to use it: larger ones cannot have it."""
         is_used = any(group.world_size == 1 and group.spec.worker.needs_process_group for group in self._hosts)
         if self._owns_default_group and not is_used:
             from torch import distributed
@@ -333,7 +333,7 @@ class InProcessExecutor(Executor):
         return _LocalCall(outcomes, reports, collected, self.failure_log)
 
     def _judge(self, group: WorkerGroup, reports: dict[int, CallReport]) -> dict[int, CallReport]:
-        """Mark a group as failed whose ranks would not have met any more; the reports with what is said of that."""
+        """Marks a group as failed whose ranks would not have met any more; the reports with what is said of that."""
         failures = {rank: each.failure for rank, each in reports.items() if each.failure is not None}
         together = [each for each, hosts in self._hosts.items() if hosts is self._hosts[group]]
         meets_peers = any(each.spec.worker.needs_process_group for each in together)

@@ -140,7 +140,7 @@ class RankRuntime:
         self._methods = {role: registered_methods(spec.worker) for role, spec in specs.items()}
 
     def run(self, call: Call, share: CallShare | None = None) -> tuple[Outcome, CallReport]:
-        """Run one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
+        """Runs one call. It never raises: what goes wrong is in the outcome, for readers, and in the report, for the
         controller.
 
         Args:
@@ -174,11 +174,11 @@ class RankRuntime:
         return self._methods[role][method].protocol.collect(self._specs[role].topology).ranks
 
     def enter(self, doing: str) -> None:
-        """Say what this rank is at between calls."""
+        """Says what this rank is at between calls."""
         self.stage = Stage(None, doing, time.time())
 
     def close(self) -> None:
-        """Close every worker."""
+        """Closes every worker."""
         close_workers(self._workers, self._rank)
 
     def _run(self, call: Call, progress: _CallProgress, share: CallShare | None) -> Outcome:
@@ -221,7 +221,7 @@ class RankRuntime:
     def _read_inputs(
         self, call: Call, share: CallShare, columns: CallColumns, in_pieces: bool, progress: _CallProgress
     ) -> _Inputs:
-        """Wait for what other calls left, and read this rank's rows of it."""
+        """Waits for what other calls left, and reads this rank's rows of it."""
         self._enter(call, "waiting for its inputs")
         reader = BatchReader(self._store, call.timeout_s, share.tables)
         given = [*call.args, *call.kwargs.values()]
@@ -328,7 +328,7 @@ def _before_choice(expression: Expression, columns: CallColumns) -> Expression:
 
 
 def close_workers(workers: Mapping[str, Worker], rank: int) -> None:
-    """Close the workers of a rank; what one raises is logged, and the others are closed all the same."""
+    """Closes the workers of a rank; what one raises is logged, and the others are closed all the same."""
     for role, worker in workers.items():
         with Caught() as caught:
             worker.close()

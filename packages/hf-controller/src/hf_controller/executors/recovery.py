@@ -24,7 +24,7 @@ _check = Checks(PoolError)
 
 
 def rebuild(executor: Executor, pools: Iterable[ResourcePool]) -> dict[str, WorkerGroup]:
-    """Close every group on `pools` and build it again from its spec; wait until all workers are constructed.
+    """Closes every group on `pools` and builds it again from its spec; waits until all workers are constructed.
 
     Pools whose groups failed together with one of these, through a connection, are built again with them. Processes
     that hang or are gone are killed, not asked. The old groups, their results that were not read yet, and

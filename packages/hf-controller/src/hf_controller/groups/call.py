@@ -65,7 +65,7 @@ class Call(NamedTuple):
 
 
 def check_rows(call: Call, spec: MethodSpec, topology: Topology, function: Callable[..., Any]) -> None:
-    """Refuse at once what the ranks would refuse, as far as the rows are known: batches that were put.
+    """Refuses at once what the ranks would refuse, as far as the rows are known: batches that were put.
 
     Raises:
         BatchError: for fewer rows than chunks, or columns that do not exist.

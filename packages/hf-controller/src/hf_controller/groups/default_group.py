@@ -78,7 +78,7 @@ def join_default_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> None:
-    """Make `torch.distributed`'s default group of an actor group: gloo on the CPU, nccl on GPUs.
+    """Makes `torch.distributed`'s default group of an actor group: gloo on the CPU, nccl on GPUs.
 
     Args:
         rank: this rank.
@@ -138,7 +138,7 @@ def join_joint_group(
     store: Any = None,
     on_one_machine: bool = True,
 ) -> Any:
-    """Make a process group in addition to the default one, of ranks that have no default group in common.
+    """Makes a process group in addition to the default one, of ranks that have no default group in common.
 
     Ranks in it are joint ranks, as an argument of `torch.distributed`'s functions too (`src`, `dst`). `device`
     is `"cpu"` for gloo or a CUDA device for nccl; the other arguments are those of `join_default_group`.
@@ -164,7 +164,7 @@ def join_joint_group(
 
 
 def call_off(name: str, store: Any) -> None:
-    """Wake the ranks that wait for others in a joint group's `store`: they get an error.
+    """Wakes the ranks that wait for others in a joint group's `store`: they get an error.
 
     It takes a moment, after which the store can go: a rank that finds none tries until its deadline.
     """
@@ -175,7 +175,7 @@ def call_off(name: str, store: Any) -> None:
 
 
 def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank is here. The backend's own wait could not be called off."""
+    """Waits until every rank is here. The backend's own wait could not be called off."""
     ends_s = time.monotonic() + timeout_s
     store.add(_ARRIVED, 1)
     while (arrived := store.add(_ARRIVED, 0)) < world_size:
@@ -190,7 +190,7 @@ def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
 
 
 def leave_joint_group(group: Any) -> None:
-    """Let go of a joint group, with its threads and sockets; it needs no other rank for that."""
+    """Lets go of a joint group, with its threads and sockets; it needs no other rank for that."""
     from torch import distributed
 
     distributed.destroy_process_group(group)
@@ -209,7 +209,7 @@ def name_group(group: Any, name: str) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, torch's and, where it is loaded, numpy's global generator."""
+    """Seeds Python's, torch's and, where it is loaded, numpy's global generator."""
     import torch
 
     random.seed(seed)

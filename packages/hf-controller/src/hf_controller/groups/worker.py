@@ -117,7 +117,7 @@ class Worker:
         return False
 
     def close(self) -> None:
-        """Free what the worker holds; called when its group is closed in order."""
+        """Frees what the worker holds; called when its group is closed in order."""
 
 
 def construct_worker(spec: WorkerSpec, context: WorkerContext) -> Worker:
@@ -135,7 +135,7 @@ def construct_worker(spec: WorkerSpec, context: WorkerContext) -> Worker:
 
 
 def as_pieces(method: Method) -> Method:
-    """Give a registered method each batch argument as a list of TensorDicts, none of them a copy.
+    """Gives a registered method each batch argument as a list of TensorDicts, none of them a copy.
 
     A batch whose rows come from several producers is copied into one; a method that works through its rows piece by
     piece anyway can do without. Together the pieces have the batch's rows, in order; there is at least one.

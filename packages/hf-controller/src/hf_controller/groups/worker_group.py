@@ -145,18 +145,18 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def put(self, batch: TensorDict) -> BatchFuture:
-        """Store a batch of this process, so that groups can read it."""
+        """Stores a batch of this process, so that groups can read it."""
 
     @abstractmethod
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group."""
+        """Joins two groups in one process group."""
 
     @abstractmethod
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> PendingCall:
-        """Start a call on the given ranks."""
+        """Starts a call on the given ranks."""
 
     def submit(self, group: WorkerGroup, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call; groups do, for their methods."""
+        """Makes a call; groups do, for their methods."""
         self._check_open()
         spec = group.methods[method]
         call = Call(
@@ -248,7 +248,7 @@ def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tupl
 def build_calls(
     call: Call, spec: MethodSpec, ranks: Sequence[int], put: Callable[[Any], BatchFuture]
 ) -> dict[int, Call]:
-    """Replace futures and batches in `call`'s arguments, and give every rank its call: one for all where they are
+    """Replaces futures and batches in `call`'s arguments, and gives every rank its call: one for all where they are
     equal.
 
     Args:
@@ -347,7 +347,7 @@ def _narrow(expression: Expression, columns: CallColumns, what: str) -> Expressi
 
 
 def _refuse_nested(value: Any) -> None:
-    """Refuse a future right inside a container: there it would not be distributed."""
+    """Refuses a future right inside a container: there it would not be distributed."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
     for item in items:
         if isinstance(item, BatchFuture | CallFuture):
@@ -358,7 +358,7 @@ _check = Checks(ProtocolError)
 
 
 def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
-    """Join the ranks of two disjoint groups in one process group, and wait until they met.
+    """Joins the ranks of two disjoint groups in one process group, and waits until they met.
 
     Their workers find it in `self.context.connections[name]`. When one group ends, in `rebuild` say, the other
     leaves the connection, and its name is free; so it is after an error. Joint ranks count `first`'s ranks, then

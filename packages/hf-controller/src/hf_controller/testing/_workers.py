@@ -149,7 +149,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=BLOCKS, returns="metrics")
     def see_block(self, batch: TensorDict) -> dict[str, tuple[float, float]]:
-        """Remember how many rows this rank had."""
+        """Remembers how many rows this rank had."""
         self.seen = len(batch)
         return {"rows": (len(batch), 1)}
 
@@ -244,7 +244,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def append_rank(self, given: dict[str, list[int]]) -> list[int]:
-        """Write into an argument."""
+        """Writes into an argument."""
         given["seen"].append(self.context.rank)
         return given["seen"]
 
@@ -267,7 +267,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def write_buffer(self) -> None:
-        """Write into what was lent."""
+        """Writes into what was lent."""
         self.buffer.fill_(7.0)
 
     @register(protocol=DP)
@@ -303,7 +303,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=DP)
     def fail(self, batch: TensorDict, kind: str) -> TensorDict:
-        """Raise on the highest rank: an exception of ours, another, or one that ends programs."""
+        """Raises on the highest rank: an exception of ours, another, or one that ends programs."""
         errors = {
             "ours": RewardError("no reward today"),
             "exit": SystemExit(3),
@@ -337,7 +337,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ALL_TO_ALL, returns="object")
     def say(self, text: str) -> None:
-        """Print this rank's text."""
+        """Prints this rank's text."""
         print(text)  # noqa: T201 - what is printed is what is looked at
 
     @register(protocol=ONE_TO_ALL, returns="object")

@@ -15,7 +15,7 @@ RolloutDtype = Literal["float32", "bfloat16", "float16"]
 
 
 def check_dtype(dtype: object) -> None:
-    """Refuse what no engine computes in.
+    """Refuses what no engine computes in.
 
     Raises:
         BackendError: naming the dtypes that there are.

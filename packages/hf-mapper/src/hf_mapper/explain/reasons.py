@@ -28,7 +28,7 @@ __all__ = [
 
 
 def render_explanation(explanation: Explanation, console: Console) -> None:
-    """Print the plan as `render_plan` does, then its reasons."""
+    """Prints the plan as `render_plan` does, then its reasons."""
     render_plan(explanation.plan, console)
     console.print()
     print_table(console, _build_alternative_table(explanation.alternatives), drop=("why", "devices"))

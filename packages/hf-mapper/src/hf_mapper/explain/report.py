@@ -43,7 +43,7 @@ _BAR_CELLS = 10
 
 
 def render_plan(plan: MappingPlan, console: Console) -> None:
-    """Print tables of pools, models and stages, and one line with the iteration's time.
+    """Prints tables of pools, models and stages, and one line with the iteration's time.
 
     Raises:
         PlanError: for a plan without the mapper's estimates.
@@ -57,7 +57,7 @@ def render_plan(plan: MappingPlan, console: Console) -> None:
 
 
 def render_errors(errors: Sequence[SourceErrors], console: Console) -> None:
-    """Print a table for each file, a line for each source, phase and GPU; then what was skipped and why.
+    """Prints a table for each file, a line for each source, phase and GPU; then what was skipped and why.
 
     The software is the one that the simulators assumed.
     """
@@ -83,7 +83,7 @@ def _error_figures(source: SourceErrors) -> tuple[str, ...]:
 
 
 def render_calibration(found: Sequence[Calibration], console: Console) -> None:
-    """Print the constants of each GPU and software, and the error of each model when it was left out."""
+    """Prints the constants of each GPU and software, and the error of each model when it was left out."""
     for calibration in found:
         title = f"{calibration.gpu}, {calibration.stack}: {calibration.rows} rows, MAPE {_percent(calibration.mape)} %"
         table = build_table(title, "constant", "value")
@@ -209,7 +209,7 @@ def _draw_memory(pool: PoolEstimate | None) -> Text:
 
 
 def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
-    """Print a line for each stage: predicted and measured milliseconds an iteration, and the error in %."""
+    """Prints a line for each stage: predicted and measured milliseconds an iteration, and the error in %."""
     table = build_table("Stages of the run: milliseconds an iteration")
     for heading in ("stage", "call"):
         table.add_column(heading, no_wrap=True)
@@ -222,7 +222,7 @@ def render_stage_errors(errors: Sequence[StageError], console: Console) -> None:
 
 
 def render_simulation(simulation: Simulation, console: Console) -> None:
-    """Print a line for each call: its seconds, GiB of those usable per device, and which parts its time has."""
+    """Prints a line for each call: its seconds, GiB of those usable per device, and which parts its time has."""
     table = build_table("Calls")
     table.add_column("stage", no_wrap=True)
     table.add_column("call", no_wrap=True)

@@ -97,7 +97,7 @@ class Calibration:
 
 
 def calibrate_folder(folder: Path | str, *, stack: str | None = None, steps: int = 120) -> list[Calibration]:
-    """Fit every GPU family and software stack of `folder`; links first, which the others then have.
+    """Fits every GPU family and software stack of `folder`; links first, which the others then have.
 
     Raises:
         ConfigError: as `read_tables`, or where no row is of `stack`.

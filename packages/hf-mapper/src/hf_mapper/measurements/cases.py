@@ -229,7 +229,7 @@ def _training_cases(row: Row) -> Iterator[TrainingCase]:
 
 
 def _check_simulated(row: Row) -> None:
-    """Raise SkipRow for what the simulators do not know."""
+    """Raises SkipRow for what the simulators do not know."""
     if is_marked(row, "suspect"):
         raise SkipRow("marked suspect")
     if not re.match("(pre)?train", row.get("phase", "").lower() or "train"):
@@ -242,7 +242,7 @@ def _check_simulated(row: Row) -> None:
 
 
 def check_precision(row: Row) -> None:
-    """Raise SkipRow unless the row computes in 16 bits, as all that the constants were fitted on, or does not say."""
+    """Raises SkipRow unless the row computes in 16 bits, as all that the constants were fitted on, or does not say."""
     text = row.get("precision", "").lower()
     if re.search(r"(fp|float|int)[48]|w\d+a\d+|awq|gptq", text):
         raise SkipRow("8-bit and 4-bit precision are not simulated")

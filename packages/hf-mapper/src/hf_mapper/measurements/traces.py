@@ -61,7 +61,7 @@ class TraceConstants:
 
     @classmethod
     def from_json(cls, text: str) -> TraceConstants:
-        """Read what `to_json` wrote.
+        """Reads what `to_json` wrote.
 
         Raises:
             ConfigError: for anything else.

@@ -39,7 +39,7 @@ class Slicer:
     """Cuts slices on the controller's machine, for what the controller put."""
 
     def cut(self, arrays: list[Any], request: SliceRequest) -> SliceReply:
-        """Cut a slice of a shard that is on this machine."""
+        """Cuts a slice of a shard that is on this machine."""
         return _cut(arrays, request)
 
 
@@ -119,7 +119,7 @@ class RankActor(CallServer):
 
     @ray.method(concurrency_group="service")
     def open_rendezvous(self, token: str, on_one_machine: bool) -> Rendezvous:
-        """Listen for other ranks; before the workers' construction or after it, as two threads that import torch at
+        """Listens for other ranks; before the workers' construction or after it, as two threads that import torch at
         once fail.
         """
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
@@ -130,7 +130,7 @@ class RankActor(CallServer):
 
     @ray.method(concurrency_group="service")
     def give_up(self, name: str, token: str) -> None:
-        """Call a connection off: ranks that wait get an error, those that come later do not wait."""
+        """Calls a connection off: ranks that wait get an error, those that come later do not wait."""
         self._given_up.add(token)
         store = self._rendezvous_stores.get(token)
         if store is not None:
@@ -138,7 +138,7 @@ class RankActor(CallServer):
             self._rendezvous_stores.pop(token, None)
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
-        """Join the process group and construct every worker; what goes wrong is the answer."""
+        """Joins the process group and constructs every worker; what goes wrong is the answer."""
         self._thread = threading.get_ident()
         self._pool = construction.pool
         attribute_streams(lambda: f"{self._role}/{self._rank}")
@@ -170,7 +170,7 @@ class RankActor(CallServer):
         return None
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
-        """Join the ranks of another group, once the workers are constructed; what goes wrong is the answer."""
+        """Joins the ranks of another group, once the workers are constructed; what goes wrong is the answer."""
         if joining.token in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
@@ -198,7 +198,7 @@ class RankActor(CallServer):
         return None
 
     def disconnect(self, role: str, name: str) -> None:
-        """Leave a connection whose other side is gone, if this rank ever joined it."""
+        """Leaves a connection whose other side is gone, if this rank ever joined it."""
         connection = self._workers[role].context.connections.pop(name, None)
         if connection is not None:
             leave_joint_group(connection.group)
@@ -218,11 +218,11 @@ class RankActor(CallServer):
 
     @ray.method(concurrency_group="slices")
     def cut(self, arrays: list[Any], request: SliceRequest) -> SliceReply:
-        """Cut a slice of a shard that is on this machine."""
+        """Cuts a slice of a shard that is on this machine."""
         return _cut(arrays, request)
 
     def close(self) -> None:
-        """Close every worker and leave the process group."""
+        """Closes every worker and leaves the process group."""
         if self._runtime is not None:
             self._runtime.close()
 
@@ -277,7 +277,7 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
 
 
 def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:
-    """Cut a slice out of the arrays behind the one handle in `arrays`."""
+    """Cuts a slice out of the arrays behind the one handle in `arrays`."""
     from hf_controller.data.transport import take_slices
 
     value = ray.get(arrays[0])
@@ -299,7 +299,7 @@ class PrefixedStream:
         self._unfinished = ""
 
     def write(self, text: str) -> int:
-        """Keep `text` until its line ends, then write the line at once."""
+        """Keeps `text` until its line ends, then writes the line at once."""
         with self._lock:
             *lines, self._unfinished = (self._unfinished + text).split("\n")
             if lines:
@@ -317,7 +317,7 @@ class PrefixedStream:
 
 
 def attribute_streams(label: Callable[[], str]) -> None:
-    """Send this process's standard output and error, labelled, to standard error."""
+    """Sends this process's standard output and error, labelled, to standard error."""
     target = sys.stderr
     sys.stdout = PrefixedStream(target, label)
     sys.stderr = PrefixedStream(target, label)

@@ -113,7 +113,7 @@ class ActorGroup:
         }
 
     def check_connection(self, role: str, name: str) -> None:
-        """Refuse a name that the role's connections have, before any rank waits for others.
+        """Refuses a name that the role's connections have, before any rank waits for others.
 
         Raises:
             ProtocolError: if it is taken.
@@ -122,21 +122,21 @@ class ActorGroup:
             raise ProtocolError(f"{role} has a connection {show(name)} already. Choose another name")
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, ActorRef]:
-        """Start joining another group: the process of every rank by the handle of its answer."""
+        """Starts joining another group: the process of every rank by the handle of its answer."""
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
     def keep_connection(self, role: str, name: str, other: ActorGroup) -> None:
-        """Note that every rank has joined those of `other`."""
+        """Notes that every rank has joined those of `other`."""
         self._connections[role, name] = other
 
     def disconnect(self, role: str, name: str) -> None:
-        """Have every rank leave a connection, if it is in it, once its earlier calls are over; the name is free."""
+        """Has every rank leave a connection, if it is in it, once its earlier calls are over; the name is free."""
         self._connections.pop((role, name), None)
         for actor in self.actors:
             actor.disconnect.remote(role, name)
 
     def give_up(self, joining: Joining) -> None:
-        """Have every rank stop joining where it still does, and leave the connection if it has joined."""
+        """Has every rank stop joining where it still does, and leave the connection if it has joined."""
         for actor in self.actors:
             actor.give_up.remote(joining.name, joining.token)
         self.disconnect(joining.role, joining.name)
@@ -162,28 +162,28 @@ class ActorGroup:
         return True
 
     def fail(self, failure: Failure) -> None:
-        """End the processes at once: the group answers with its first failure from now on."""
+        """Ends the processes at once: the group answers with its first failure from now on."""
         self.failure = failure
         self.kill()
 
     def release(self) -> None:
-        """End the processes because nobody wants the group any more."""
+        """Ends the processes because nobody wants the group any more."""
         self.was_released = True
         self.kill()
 
     def disconnect_all(self, others: Sequence[ActorGroup]) -> None:
-        """Leave the connections with `others`."""
+        """Leaves the connections with `others`."""
         for (role, name), other in list(self._connections.items()):
             if other in others:
                 self.disconnect(role, name)
 
     def close(self, timeout_s: float) -> None:
-        """Ask every worker to close, as far as they answer in time."""
+        """Asks every worker to close, as far as they answer in time."""
         asked = [actor.close.remote() for actor in self.actors]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
 
     def kill(self) -> None:
-        """End the processes at once."""
+        """Ends the processes at once."""
         for process in self.processes:
             process.end()
 
@@ -211,7 +211,7 @@ class Undone(NamedTuple):
 
 
 def await_ready(actor_groups: Sequence[ActorGroup], deadline: Deadline, waiter: Waiter, probe: Probe) -> Undone | None:
-    """Wait until every worker of `actor_groups` is constructed. Returns the result of `await_answers`."""
+    """Waits until every worker of `actor_groups` is constructed. Returns the result of `await_answers`."""
     asked = {handle: process for actor_group in actor_groups for handle, process in actor_group.constructing.items()}
     failed = next((each for each in actor_groups if each.constructing and each.failure is not None), None)
     if failed is not None and failed.failure is not None:
@@ -235,7 +235,7 @@ def await_answers(
     probe: Probe,
     since_s: float | None = None,
 ) -> Undone | None:
-    """Wait until every rank has answered what it was asked, or one that it failed, or time is up.
+    """Waits until every rank has answered what it was asked, or one that it failed, or time is up.
 
     Args:
         asked: the process of every rank by the handle of its answer.
@@ -316,7 +316,7 @@ class OccupiedPool:
         return ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)[1] if answers else []
 
     def end(self, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> None:
-        """End the processes of some groups; where all calls are over, orderly, their workers close first."""
+        """Ends the processes of some groups; where all calls are over, orderly, their workers close first."""
         # Ranks that are still at a call may never answer.
         if orderly and not self.find_unfinished():
             for actor_group in actor_groups:
@@ -327,7 +327,7 @@ class OccupiedPool:
 
 
 def check_connection(first: WorkerGroup, second: WorkerGroup, actor_groups: Sequence[ActorGroup], name: str) -> None:
-    """Refuse groups that cannot meet in a collective, before any rank waits for others.
+    """Refuses groups that cannot meet in a collective, before any rank waits for others.
 
     Raises:
         ProtocolError: naming the groups.

@@ -124,7 +124,7 @@ class ActorRef:
         return self._watch is not None and self._watch.is_stopped()
 
     def end(self) -> None:
-        """Kill it."""
+        """Kills it."""
         if self.was_ended:
             return
         self.find_end()
@@ -150,7 +150,7 @@ class ActorRef:
 def describe_death(
     process: ActorRef, *, role: str, method: str, rank: int, error: RayError | None, probe: Probe
 ) -> Failure:
-    """Describe the end of a process that ran `role.method`, or was given it: as the system says it, else as Ray."""
+    """Describes the end of a process that ran `role.method`, or was given it: as the system says it, else as Ray."""
     end = process.find_end()
     process.is_gone = True
     if not str(end or "") and error is None:  # it was gone before it could be watched: Ray knows how, or will soon

@@ -71,7 +71,7 @@ class RayCall:
         )
 
     def finish(self) -> bool:
-        """Wait for every rank and record why the call failed. Returns True if the call is over.
+        """Waits for every rank and records why the call failed. Returns True if the call is over.
 
         Nothing is recorded for a failure that was reported to the program, or for a group that was released. A call
         that was reported as late is not waited for again.
@@ -86,12 +86,12 @@ class RayCall:
         return True
 
     def find_failure(self) -> Failure | None:
-        """Wait for every rank, or for the first that failed: why it did."""
+        """Waits for every rank, or for the first that failed: why it did."""
         self._await(None)
         return self._state.failure
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """Wait for every rank; the rows that each collected rank returned.
+        """Waits for every rank; the rows that each collected rank returned.
 
         Raises:
             HybridFlowError: the first failure of the call, or of its group.

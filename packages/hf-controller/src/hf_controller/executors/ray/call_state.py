@@ -110,14 +110,14 @@ class CallState:
         }
 
     def read(self, rank: int) -> None:
-        """Read a rank's answer, which is there."""
+        """Reads a rank's answer, which is there."""
         try:
             self.note_answer(rank, ray.get(self.answers[rank]))
         except RayError as error:
             self.lost[rank] = error
 
     def note_answer(self, rank: int, packed: Any) -> None:
-        """Take a rank's answer from somebody who read it."""
+        """Takes a rank's answer from somebody who read it."""
         self.outcomes[rank], report = unpack_answer(packed)
         self.reports[rank] = report
         if report.failure is not None:

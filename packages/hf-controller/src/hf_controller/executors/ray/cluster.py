@@ -117,7 +117,7 @@ class Cluster:
             raise SystemExit(128 + signal.SIGTERM) from None
 
     def check(self) -> None:
-        """Refuse to go on without the cluster's own processes.
+        """Refuses to go on without the cluster's own processes.
 
         Raises:
             LostClusterError: naming the process of a local cluster that ended, and how, or why the other one does not
@@ -204,7 +204,7 @@ class Cluster:
             thread.join()
 
     def stop(self, *, keeps_logs: bool = False) -> None:
-        """Leave the cluster; a local one ends with all its processes and files.
+        """Leaves the cluster; a local one ends with all its processes and files.
 
         Args:
             keeps_logs: leave the files of a local one, whose logs an error names.

@@ -138,7 +138,7 @@ class RayExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Build one group per role; see `Executor.build_groups`."""
+        """Builds one group per role; see `Executor.build_groups`."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -165,7 +165,7 @@ class RayExecutor(Executor):
         return groups
 
     def wait_until_ready(self) -> None:
-        """Wait until every worker is constructed; see `Executor.wait_until_ready`."""
+        """Waits until every worker is constructed; see `Executor.wait_until_ready`."""
         undone = self._await_ready(self._list_actor_groups())
         if undone is None:
             return
@@ -176,7 +176,7 @@ class RayExecutor(Executor):
         raise error
 
     def connect(self, first: WorkerGroup, second: WorkerGroup, name: str) -> None:
-        """Join two groups in one process group; see `hf_controller.connect`.
+        """Joins two groups in one process group; see `hf_controller.connect`.
 
         `start_timeout_s` bounds what is left of their construction, and then the joining.
         """
@@ -200,7 +200,7 @@ class RayExecutor(Executor):
             actor_group.keep_connection(each.role, name, other)
 
     def _join(self, joinings: Sequence[Joining], actor_groups: Sequence[ActorGroup]) -> None:
-        """Have the ranks of two actor groups meet, within one deadline."""
+        """Has the ranks of two actor groups meet, within one deadline."""
         await_all = functools.partial(
             await_answers,
             method="connect",
@@ -252,7 +252,7 @@ class RayExecutor(Executor):
         return self._occupied[pool].actor_groups if pool in self._occupied else []
 
     def release(self, pool: ResourcePool) -> None:
-        """Close every group on `pool` and give its slots back. Processes that do not answer in time are killed."""
+        """Closes every group on `pool` and gives its slots back. Processes that do not answer in time are killed."""
         check_pool(pool)
         if pool in self._occupied:
             try:
@@ -262,7 +262,7 @@ class RayExecutor(Executor):
                 self._end(pool, self._occupied[pool].actor_groups, orderly=True)
 
     def close(self) -> None:
-        """End every worker, give all slots back and stop the cluster if it is our own, in a few seconds.
+        """Ends every worker, gives all slots back and stops the cluster if it is our own, in a few seconds.
 
         The folder with the cluster's logs goes with it, unless a rank's process was lost or an error is raised.
         """
@@ -314,7 +314,7 @@ class RayExecutor(Executor):
         return next(filter(None, known), Deadline(self.call_timeout_s, "call_timeout_s"))
 
     def _end(self, pool: ResourcePool, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> str:
-        """End some of a pool's groups, and give its slots back with the last one; says what became of them."""
+        """Ends some of a pool's groups, and gives its slots back with the last one; says what became of them."""
         occupied = self._occupied[pool]
         left = [actor_group for actor_group in occupied.actor_groups if actor_group not in actor_groups]
         occupied.end(actor_groups, orderly=orderly)

@@ -52,7 +52,7 @@ class PlacedPool:
         return {**share, "scheduling_strategy": strategy}
 
     def remove(self) -> None:
-        """Give the slots back."""
+        """Gives the slots back."""
         for group in self._groups:
             remove_placement_group(group)
         self._groups.clear()
@@ -61,7 +61,7 @@ class PlacedPool:
 def place(
     pool: ResourcePool, timeout_s: float, *, own: Sequence[ResourcePool] = (), on_distinct_machines: bool = False
 ) -> PlacedPool:
-    """Reserve the slots of `pool`.
+    """Reserves the slots of `pool`.
 
     Args:
         pool: the pool.

@@ -31,7 +31,7 @@ class PackedRoles(NamedTuple):
 
 
 def pack_roles(roles: Mapping[str, WorkerSpec]) -> PackedRoles:
-    """Pack before any process starts, so that what cannot travel costs nothing.
+    """Packs before any process starts, so that what cannot travel costs nothing.
 
     Raises:
         ProtocolError: for an argument or a class that cannot be pickled, or variables on which the roles disagree.
@@ -68,7 +68,7 @@ def find_unpicklable(named: Mapping[str, Any], dump: Callable[[Any], object] = c
 
 
 def _pickle_specs(roles: Mapping[str, WorkerSpec]) -> bytes:
-    """Pickle `roles`; classes of modules that another process cannot import (scripts, notebooks, tests) by value."""
+    """Pickles `roles`; classes of modules that another process cannot import (scripts, notebooks, tests) by value."""
     modules = {sys.modules[base.__module__] for spec in roles.values() for base in spec.worker.__mro__}
     with ExitStack() as stack:
         for module in modules:

@@ -62,7 +62,7 @@ class RayStore:
         self._closed = False
 
     def close(self) -> None:
-        """Refuse everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
+        """Refuses everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
         self._closed = True
 
     @cached_property
@@ -71,7 +71,7 @@ class RayStore:
         return Origin(ray.get_runtime_context().get_node_id(), self._slicer, own_origin())
 
     def put(self, value: Any) -> Any:
-        """Store a list of arrays; they are copied into shared memory once."""
+        """Stores a list of arrays; they are copied into shared memory once."""
         self._check_open()
         if self._announce is not None:
             self._announce(sum(array.nbytes for array in value))
@@ -134,7 +134,7 @@ class RayStore:
         return origin.slicer is not None and origin.node != self.origin.node
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
-        """Ask a far shard's slicer for a slice.
+        """Asks a far shard's slicer for a slice.
 
         Raises:
             LostResultError: if the slicer is gone.
@@ -156,7 +156,7 @@ class RankStore(RayStore):
     """The store of a rank's process: what a call returns travels with its answer, see `CallServer.run_apart`."""
 
     def put(self, value: Any) -> Any:
-        """Keep the arrays until the call answers."""
+        """Keeps the arrays until the call answers."""
         return Fetched(value)
 
 

@@ -75,7 +75,7 @@ class Supervisor:
         self._next_look = _MIN_LOOK
 
     def watch(self, call: CallState, contents: Iterable[Any]) -> None:
-        """Watch a call that was just made, which leaves `contents`."""
+        """Watches a call that was just made, which leaves `contents`."""
         self._calls[call.call_id] = call
         call.left = [each.binary() for each in (*call.answers.values(), *contents)]
         self._made |= dict.fromkeys(call.left, call.call_id)
@@ -95,7 +95,7 @@ class Supervisor:
         self._forget_finished()
 
     def wait(self, call: CallState, timeout_s: float | None) -> bool:
-        """Wait until a call is over, or failed; false if it is neither after `timeout_s`.
+        """Waits until a call is over, or failed; false if it is neither after `timeout_s`.
 
         Raises:
             PoolError: if the cluster itself ended.
@@ -111,7 +111,7 @@ class Supervisor:
         return True
 
     def look(self) -> None:
-        """Read the answers that are there, and end the groups that failed or hang.
+        """Reads the answers that are there, and ends the groups that failed or hang.
 
         Raises:
             PoolError: if the cluster itself ended.
@@ -172,7 +172,7 @@ class Supervisor:
                     self._made.pop(each, None)
 
     def _find_death(self, actor_group: ActorGroup) -> bool:
-        """End a group of which a process is gone. Returns True if one is."""
+        """Ends a group of which a process is gone. Returns True if one is."""
         for process in actor_group.processes:
             end = process.find_end()
             if end is not None and not actor_group.was_released:
@@ -280,7 +280,7 @@ class Supervisor:
         )
 
     def _settle(self, call: CallState) -> None:
-        """End the group of a call, for its first failure; a death that others feel may be known a moment later."""
+        """Ends the group of a call, for its first failure; a death that others feel may be known a moment later."""
         ends_s = time.monotonic() + _SETTLING_S
         members = call.actor_group.list_joined()
         while True:
@@ -341,7 +341,7 @@ class Supervisor:
         self._end(call.actor_group, replace(found, remote_traceback="", exception=None))
 
     def _end(self, failed: ActorGroup, failure: Failure) -> None:
-        """End a group, those in its processes, and those that it is joined with."""
+        """Ends a group, those in its processes, and those that it is joined with."""
         members = failed.list_joined()
         roles = [role for actor_group in members for role in actor_group.roles]
         others = diagnosed(lambda: self._describe_others(members, failure))

@@ -37,7 +37,7 @@ class Waiter:
         self._closed = False
 
     def close(self) -> None:
-        """Refuse everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
+        """Refuses everything from now on: Ray would start a cluster, or join one that runs here, to serve it."""
         self._closed = True
 
     def get_all(self, handles: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -61,7 +61,7 @@ class Waiter:
             return list(ray.wait(list(handles), num_returns=len(handles), timeout=slice_s)[0])
 
     def check_open(self) -> None:
-        """Refuse to go on after `close`."""
+        """Refuses to go on after `close`."""
         if self._closed:
             raise PoolError(CLOSED)
 

@@ -109,7 +109,7 @@ def _await_last_word(program: int) -> bytes | None:
 
 
 def _end(temp_dir: str, program: int, since: str, *, kills: bool) -> None:
-    """Wait until the cluster has no process, and remove its folders."""
+    """Waits until the cluster has no process, and removes its folders."""
     deadline_s = time.monotonic() + _PATIENCE_S
     num_empty = 0
     while time.monotonic() < deadline_s and num_empty < 2:

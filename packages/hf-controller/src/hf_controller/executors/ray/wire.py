@@ -200,12 +200,12 @@ class CallServer:
 
     # One variable argument, which Ray binds in half the time of three, for every rank of every call.
     def run(self, *message: Any) -> Any:
-        """Run one call that returns metrics: its answer."""
+        """Runs one call that returns metrics: its answer."""
         return pack_answer(*self._run(message))
 
     @ray.method(num_returns=2)
     def run_apart(self, *message: Any) -> tuple[Any, Any]:
-        """Run one call that returns a batch or an object: its answer, with the metadata for readers on other machines
+        """Runs one call that returns a batch or an object: its answer, with the metadata for readers on other machines
         if there are any, and the contents: the shard for readers on this one, or the object.
         """
         outcome, report = self._run(message)
