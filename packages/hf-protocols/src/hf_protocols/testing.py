@@ -36,12 +36,16 @@ def check_transfer_protocol(
 ) -> None:
     """Checks one protocol on one topology.
 
-    The laws, in addition to the checks of `TransferProtocol` on every result (a selection for every rank; collected
-    ranks exist and stand once; rows are in range and go to ranks that are called): no row twice on one rank; no row is
-    left out; equal calls return equal results; with an identity worker a concatenated result has every row
-    `copies` times, and once routed to a single consumer it has the input's order; ranks along `replicated_over`
-    get the same rows; with `weights` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes
-    differ by at most one.
+    `TransferProtocol` checks every result: a selection for every rank, collected ranks that exist and stand once, rows
+    in range that go to ranks that are called. The laws are:
+
+    - No row is twice on one rank, and no row is left out.
+    - Equal calls return equal results.
+    - With an identity worker a concatenated result has every row `copies` times. Once routed to a single consumer it
+      has the input's order.
+    - Ranks along `replicated_over` get the same rows.
+    - With `weights` no chunk is heavier than the heaviest of the contiguous split, and chunk sizes differ by at most
+      one.
 
     Raises:
         ProtocolError: naming the protocol, the law and the rank or row that breaks it; for arguments of other kinds.

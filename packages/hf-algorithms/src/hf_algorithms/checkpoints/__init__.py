@@ -2,8 +2,8 @@
 
 `commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `saver`
 says when a run that goes on commits and which commits it keeps, `pending_step` is a commit that a thread writes, and
-`resume` reads one. What must not live here: tensors, which belong
-to the workers, and files that grow, which belong to `run.directory`.
+`resume` reads one.
+What must not live here: tensors, which belong to the workers, and files that grow, which belong to `run.directory`.
 """
 
 from __future__ import annotations

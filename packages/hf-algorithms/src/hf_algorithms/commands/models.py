@@ -166,7 +166,7 @@ class _Progress:
         self._is_shown = self._stream.isatty()
 
     def show(self, done: int, total: int, name: str = "") -> None:
-        """Replaces the line."""
+        """Replaces the line by how many of `total` rows are done."""
         if self._is_shown:
             self._stream.write(f"\r{name}{' ' if name else ''}{done:,} of {total:,} rows\x1b[K")
             self._stream.flush()

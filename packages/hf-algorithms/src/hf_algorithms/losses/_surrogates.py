@@ -1,6 +1,6 @@
 """Surrogates: the loss of each token whose gradient improves the policy, before any aggregation.
 
-Each answers `(loss, clips)`: the loss [b, T] to minimise, and bool [b, T] masks by metric name, of the tokens where a
+Each returns `(loss, clips)`: the loss [b, T] to minimise, and bool [b, T] masks by metric name, of the tokens where a
 clip is active. A is the advantage, lp the log-prob, r = exp(lp - old lp), and sg stops the gradient.
 
 Surrogates of a whole sequence's ratio are in token form: token t carries the value of the sequence and the gradient of

@@ -224,8 +224,8 @@ class RewardWorker(_FunctionWorker):
     def compute_reward(self, batch: TensorDict, *, is_counted: bool = True) -> TensorDict:
         """`scores` float32 [B]: the weighted sum of the functions' scores; NaN for a response without a score.
 
-        A function that returns None or NaN for a response has no part in its sum; where no function of a weight other
-        than 0 scores it, and where a call met its deadline or ended its process, the response has no score. A reward
+        A function that returns None or NaN for a response has no part in its sum. A response has no score where no
+        function of a weight other than 0 scores it, or a call met its deadline or ended its process. A reward
         model's score times its weight is added to the sum.
 
         Args:

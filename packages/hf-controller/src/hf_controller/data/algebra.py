@@ -198,7 +198,7 @@ class Union(Expression):
 
 
 def _cut(rows: RowSelection, ends: Sequence[int]) -> list[tuple[int, RowSelection]]:
-    """Cuts `rows` where the part changes that they lie in: (part, rows counted from its start), in order.
+    """Cuts `rows` at the borders of parts: pairs of a part and rows counted from its start, in order.
 
     Args:
         rows: rows of all parts together.

@@ -94,7 +94,7 @@ class CallShare:
         Args:
             rank: the rank.
             num_rows: rows of the whole batch.
-            weigh: answers the tokens per row of the first such batch, or None.
+            weigh: returns the tokens per row of the first such batch, or None.
         """
         if num_rows not in self._splits:
             self._splits[num_rows] = self._spec.protocol.distribute(self._topology, num_rows, weigh())

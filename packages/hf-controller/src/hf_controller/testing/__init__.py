@@ -9,8 +9,8 @@ with MyExecutor() as executor, StageWorker(executor) as stage:
 ```
 
 What must not live here: tests of one executor. A check is a function of a `StageWorker`; it raises AssertionError where
-the executor differs. Checks that need
-collectives between ranks come last: an executor that runs ranks one after another leaves them out.
+the executor differs. Checks that need collectives between ranks come last: an executor that runs ranks one after
+another leaves them out.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ _check = Checks(BackendError)
 class HybridEngine:
     """Moves the weights of a training backend into a rollout backend on the same ranks (paper, section 5).
 
-    Where both have one dtype the training shard is moved, not copied: during generation a rank holds its generation
-    shard alone, afterwards the training weights are back, bit by bit, and the generation shard is freed. Training
+    Where both have one dtype the training shard is moved, not copied. During generation a rank holds its generation
+    shard alone. Afterwards the training weights are back, bit by bit, and the generation shard is freed. Training
     weights of another dtype (float32 masters of a bfloat16 model) stay, and so do those of an engine that keeps its
-    weights itself: it is fed with the rank's shards, some at a time, with low-rank adapters as such or merged.
+    weights itself. It is fed with the rank's shards, some at a time, with low-rank adapters as such or merged.
 
     Example:
         with engine.generation():

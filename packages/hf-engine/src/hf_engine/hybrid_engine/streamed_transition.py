@@ -129,7 +129,7 @@ class StreamedTransition(WeightTransition):
         self._loading.load_shards(shards)
 
     def _forget(self) -> None:
-        """Everything is sent the next time: what the engine holds is not known."""
+        """Has the next transition send everything, as the engine's weights are not known any more."""
         self._base = None
 
     @property

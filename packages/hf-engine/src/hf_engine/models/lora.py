@@ -190,7 +190,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 
 @contextmanager
 def dropping_inputs(model: Any, *, seed: int) -> Iterator[None]:
-    """Inside, adapters drop inputs at random, from a seed; the rest of the model drops nothing."""
+    """Within the block adapters drop inputs at random, from a seed; the rest of the model drops nothing."""
     dropouts = [layer.lora_dropout for layer in _layers(model)]
     with torch.random.fork_rng():
         torch.manual_seed(seed)

@@ -1,7 +1,7 @@
 """Place of the training shard while the engine generates: inside the generation shard, not in addition to it.
 
-A parameter's training storage is emptied as soon as its contents are in the generation buffer and have been sent, and
-filled again from there on the way back: the same bits, and during generation no second copy (paper, section 5.4:
+A parameter's training storage is emptied as soon as its contents are in the generation buffer and have been sent. On
+the way back it is filled again from there: the same bits, and during generation no second copy (paper, section 5.4:
 redundancy 0). On the way a parameter is there twice while it is copied, because storages can only be freed whole; how
 many bytes are live then is computed beforehand. What lies outside the generation shard, where layouts do not nest,
 waits in a copy on the host. A parameter of which the rank holds the same box in both layouts need not move: an engine

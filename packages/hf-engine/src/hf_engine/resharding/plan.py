@@ -174,9 +174,9 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plans the transfer between any two layouts, on the same, overlapping or disjoint ranks.
 
-    Every target element that a rank's own source holds is kept; every other one is received exactly once, from a
-    holder that is as near as any, and among equally near ones from the one that has the fewest bytes to send so far
-    (the lowest rank among equals). The plan is deterministic.
+    Every target element that a rank's own source holds is kept. Every other one is received exactly once, from a
+    holder that is as near as any. Of equally near ones it is the one that has the fewest bytes to send so far, and of
+    those the lowest rank. The plan is deterministic.
 
     Args:
         source: where the weights are.

@@ -50,7 +50,7 @@ def compute_rounds(plan: ReshardPlan, members: Sequence[int], bucket_numel: int)
     """Cuts a plan's messages among `members` into rounds.
 
     Pieces that all members exchange with all others (FSDP -> replicated, the paper's micro-DP groups) become
-    all-gathers, shards of one parameter as well as layers of equal stages; their uneven rests and everything else
+    all-gathers, shards of one parameter as well as layers of equal stages. Their uneven rests and everything else
     become point-to-point rounds. Bytes received are exactly the plan's: nothing is padded. Parameters come one after
     the other, so that few are on their way at once; large modules first, while there is room for them twice.
 
@@ -169,9 +169,9 @@ class _Batches:
 def _match(messages: Sequence[Message], members: Sequence[int]) -> list[list[Message]]:
     """One message of every member, again and again: what one all-gather can bring.
 
-    First name by name, which shards of one parameter need; then, across names, boxes of equal shapes: experts of one
-    layer, of which some members may have more than others and must not wait for another layer's, and then the layers of
-    equal pipeline stages.
+    First name by name, which shards of one parameter need. Then, across names, boxes of equal shapes: experts of one
+    layer, of which some members may have more than others and must not wait for another layer's. Last come the layers
+    of equal pipeline stages.
     """
     found = [
         matched

@@ -36,11 +36,14 @@ _NUM_TOKENS = 10.0
 def check_family(family: str, directory: str | Path, **config: Any) -> None:
     """Checks a tiny random model of one family in this process, which is a process group of one rank.
 
-    The laws: log-probs of every token of the vocabulary at padded rows are those of transformers at rows alone;
-    log-probs that generation reports are, too; an AdamW step ends at the weights of torch's; an export is loaded by
-    transformers bit by bit, from the names of the source; weights and buffers of another directory, which are loaded,
-    are those that generation has, bit by bit; values are those of the same head on transformers' hidden states, also
-    after a step and from an export.
+    The laws:
+
+    - Log-probs of every token of the vocabulary at padded rows are those of transformers at rows alone, and so are
+      those that generation reports.
+    - An AdamW step ends at the weights of torch's.
+    - An export is loaded by transformers bit by bit, from the names of the source.
+    - Weights and buffers of another directory, once loaded, are those that generation has, bit by bit.
+    - Values are those of the same head on transformers' hidden states, also after a step and from an export.
 
     Args:
         family: a name in `TINY_FAMILIES` or `FURTHER_FAMILIES`.

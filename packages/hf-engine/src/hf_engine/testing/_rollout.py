@@ -46,14 +46,18 @@ def check_rollout_backend(
 ) -> None:
     """Checks one backend on one topology. Called on every rank.
 
-    The laws: greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several
-    times; reported log-probs are those of the full distribution at the temperature, for every truncation of the draw;
-    equal seeds give equal samples, row by row, however rows are spread; another seed, step or sample index gives
-    others; stop tokens and strings end a response and are kept; minimum and maximum lengths hold; a prompt that leaves
-    room for one token is taken and a longer one refused, and so is what a backend of `SupportsEngineSampling` says
-    that it cannot draw; no prompts have no responses; memory that was released is taken again; weights that are
-    missing, unknown or mis-shaped are refused; tensors that are adopted are used where they are; the engine's replicas
-    are the topology's; the global random generator is left alone.
+    The laws:
+
+    - Greedy tokens are those of `reference`, with ragged prompts, before and after the weights change several times.
+    - Reported log-probs are those of the full distribution at the temperature, for every truncation of the draw.
+    - Equal seeds give equal samples, row by row, however rows are spread. Another seed, step or sample index gives
+      others.
+    - Stop tokens and strings end a response and are kept. Minimum and maximum lengths hold.
+    - A prompt that leaves room for one token is taken, a longer one refused. No prompts have no responses.
+    - What a backend of `SupportsEngineSampling` says that it cannot draw is refused.
+    - Memory that was released is taken again.
+    - Weights that are missing, unknown or mis-shaped are refused. Tensors that are adopted are used where they are.
+    - The engine's replicas are the topology's. The global random generator is left alone.
 
     Args:
         build: builds the backend with the reference's weights, of a model by `write_tiny_model`, or with its

@@ -73,12 +73,16 @@ def check_train_backend(
 ) -> None:
     """Checks one backend on one topology. Called on every rank.
 
-    The laws: log-probs (at two temperatures), entropies, the likeliest tokens or values are those of `reference`; five
-    AdamW steps, on a loss that reads entropies and log-probs of candidates as well, whole or as `forward_backward` of
-    two halves of the rows and `optim_step`, end at the parameters of the same steps in one process, under torch's
-    schedulers, at any token budget; a step without gradients, or with those of a failed call, is refused; a non-finite
-    loss is refused on every rank and leaves the weights alone; what was offloaded is refused, and comes back bit by
-    bit; a state and an export bring the same numbers back, a state the moments and the place in the schedule, too.
+    The laws:
+
+    - Log-probs (at two temperatures), entropies, the likeliest tokens or values are those of `reference`.
+    - Five AdamW steps end at the parameters of the same steps in one process, under torch's schedulers, at any token
+      budget. Their loss reads entropies and log-probs of candidates as well. They are whole, or `forward_backward` of
+      two halves of the rows and `optim_step`.
+    - A step without gradients, or with those of a failed call, is refused.
+    - A non-finite loss is refused on every rank and leaves the weights alone.
+    - What was offloaded is refused, and comes back bit by bit.
+    - A state and an export bring the same numbers back, a state the moments and the place in the schedule, too.
 
     Args:
         build: builds the backend afresh, with the reference's weights.

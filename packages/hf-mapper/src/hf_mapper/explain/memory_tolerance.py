@@ -2,8 +2,8 @@
 
 Models that need f times the bytes fit where those predicted fit into 1 / f of the memory. Where more is needed nothing
 new fits, so the plan stays the best for as long as it fits itself. Where less is needed, rivals that are faster come to
-fit one after another; the factor at which one fits follows from its bytes, without a search, and a search just above it
-either finds a rival that fits earlier or proves that there is none.
+fit one after another. The factor at which one fits follows from its bytes, without a search. A search just above that
+factor either finds a rival that fits earlier or proves that there is none.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Error factors of each simulator within which a plan stays optimal: the question that the paper leaves open.
 
 A plan's time is a sum over stages of maxima over pools, each linear in the factor on one simulator's answers. So for
-any rival the factor at which it overtakes is found to machine precision without a search; a search at that factor then
+any rival the factor at which it overtakes is found to machine precision without a search. A search at that factor then
 either finds a rival that overtakes earlier, or proves that none is better there.
 
 Between two factors at which the plan is the best, no rival is better by more than a known part: every plan's time
@@ -174,7 +174,7 @@ def _step(cost: Callable[[float], float], start: float, last: float) -> float:
 def _unseen_gain(cost: Callable[[float], float], low: float, high: float) -> float:
     """The largest part by which a plan may beat the one with `cost`, the best at `low` and `high`, between them.
 
-    The best plan's time at a factor f is at least `cost(low)`, and at least `cost(high) * f / high`; both bounds
+    The best plan's time at a factor f is at least `cost(low)`, and at least `cost(high) * f / high`. Both bounds
     meet where the gain can be largest, as `cost` grows on the one side and `cost(f) / f` falls on the other.
     """
     meet = high * cost(low) / cost(high)

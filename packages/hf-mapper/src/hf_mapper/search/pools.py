@@ -1,7 +1,7 @@
 """Trade-offs between the stages of a set of models on n devices of one kind that fit in memory.
 
-Models of one pool run one after another, so their times in a stage add; their states stay side by side, and one call
-at a time adds its work; offloaded states stay side by side in the device's part of host memory. An iteration is a sum
+Models of one pool run one after another, so their times in a stage add. Their states stay side by side, and one call
+at a time adds its work. Offloaded states stay side by side in the device's part of host memory. An iteration is a sum
 over stages of a maximum over pools, which never grows when a pool's time in a stage shrinks. So of a set's combinations
 only those matter that no other one undercuts in every stage: the frontier. Frontiers of single models carry memory as
 three more coordinates, which makes one of them serve every budget.

@@ -1,9 +1,9 @@
 """Generation: a compute-bound prefill, then one memory-bound decode step per response token (paper, Appendix C).
 
 A decode step reads the rank's weights once (of a mixture, the experts that its tokens choose) and the keys and values
-of every running sequence, and multiplies; it takes the longer of that and its launches, or both where they are close;
-its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
-goes in waves; where responses vary in length, those that end leave their places to those that wait, and the last wave
+of every running sequence, and multiplies. It takes the longer of that and its launches, or both where they are close.
+Its all-reduces and the host's work for each sequence are added. Where the KV cache holds less than the batch, the batch
+goes in waves. Where responses vary in length, those that end leave their places to those that wait, and the last wave
 decodes until its longest ends. The reshard of the weights from training to generation comes first.
 
 The prefill is bound by arithmetic. FLOPs per token and layer: 4 h q + 4 h kv for the projections, 2 S q for causal
@@ -11,7 +11,7 @@ attention over S tokens (half of the square), 6 h f for the gated MLP; 2 h V for
 queries and keys, f of the MLP. Its collectives and launches are added.
 
 Expert parallelism inside a replica, where an engine spreads whole experts over the tensor ranks instead of cutting
-each, is not distinguished: a rank reads as many bytes, multiplies as much and takes part in as many sums.
+each, is not distinguished. A rank reads as many bytes, multiplies as much and takes part in as many sums.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 A backward pass costs two forwards, and little more than one where adapters are trained on a frozen base. Full recompute
 repeats every layer's forward, selective recompute the core of attention, or where that is fused every second
 multiplication. Kernels run behind their launches: the longer of the two sets the pace, or both where they are close.
-The pipeline runs every micro-batch at the pace of the slowest stage, the last, which has the logits; and a bubble of
+The pipeline runs every micro-batch at the pace of the slowest stage, the last, which has the logits. Its bubble is of
 pp - 1 micro-batches, divided by the chunks of an interleaved schedule. FSDP gathers a layer's weights for forward and
 for backward and scatters its gradients behind computing, which they slow down.
 
-In a layer's kernels, a matrix multiplication of [m, k] by [k, n] takes 2 m n k FLOPs at the attained part of the peak,
-longer where a dimension is small: tiles and the tensor cores' pipelines are then not filled, in inverse proportion to
-the size. What is not a multiplication is bound by memory: it reads and writes whole activations.
+In a layer's kernels, a matrix multiplication of [m, k] by [k, n] takes 2 m n k FLOPs at the attained part of the peak.
+It takes longer where a dimension is small: tiles and the tensor cores' pipelines are then not filled, in inverse
+proportion to the size. What is not a multiplication is bound by memory: it reads and writes whole activations.
 """
 
 from __future__ import annotations

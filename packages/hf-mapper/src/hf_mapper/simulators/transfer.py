@@ -1,8 +1,8 @@
 """Rows of a batch between models, and models between their devices and the host (the paper's cost has neither).
 
 Every call fetches the columns that it reads and leaves those that it writes; where its rows come from and where they go
-depends on other models' pools. So that each model's cost stays its own, a transfer is charged as two terms: the
-producer hands its columns to the host and, where the cluster has a network, to the network once; the consumer takes
+depends on other models' pools. So that each model's cost stays its own, a transfer is charged as two terms. The
+producer hands its columns to the host and, where the cluster has a network, to the network once. The consumer takes
 what each of its ranks reads from there. Where both are on one machine this is too much, by what the network takes.
 
 An offloaded model rests in host memory and is on its devices during its own calls only.

@@ -289,7 +289,7 @@ class PrefixedStream:
 
     Args:
         target: where lines go.
-        label: answers the label of the moment, such as `"actor/0"`.
+        label: returns the label of the moment, such as `"actor/0"`.
     """
 
     def __init__(self, target: TextIO, label: Callable[[], str]) -> None:

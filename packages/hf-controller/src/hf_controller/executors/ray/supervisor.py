@@ -52,7 +52,7 @@ class Supervisor:
     Args:
         waiter: waits for answers.
         probe: asks processes what they are at.
-        list_actor_groups: answers the sets of processes that stand.
+        list_actor_groups: returns the sets of processes that stand.
         cluster: the cluster, without which nothing goes on.
     """
 

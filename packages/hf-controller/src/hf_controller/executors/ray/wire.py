@@ -162,8 +162,8 @@ def pack_call(call: Call) -> PackedCall:
 def pack_once(call: Call) -> tuple[tuple[Any, ...], list[Any]]:
     """A rank's message, and what it refers to.
 
-    Many rows, and many references such as those to every rank's part of a batch, are stored once for all ranks rather
-    than sent to each: a message to each of n ranks with n references would cost time in proportion to n * n.
+    Many rows, and many references such as those to every rank's part of a batch, are stored once for all ranks and not
+    sent to each. A message to each of n ranks with n references would cost time in proportion to n * n.
     """
     packed = pack_call(call)
     inputs = [*packed.references, *packed.batches]

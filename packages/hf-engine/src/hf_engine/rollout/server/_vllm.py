@@ -147,7 +147,7 @@ class VllmServer:
             raise BackendError(f"{self.facts.name} did not drop its prefix cache: others use it. Give the run its own")
 
     def release(self) -> None:
-        """Nothing: `facts.can_release` is False."""
+        """Does nothing: `facts.can_release` is False."""
 
     def resume(self) -> None:
         """Nothing was released."""

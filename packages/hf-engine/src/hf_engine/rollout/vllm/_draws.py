@@ -1,7 +1,7 @@
 """Drawing inside vLLM with the numbers of every other backend.
 
-A logits processor draws the token and leaves it as the only one that vLLM's greedy sampler can take; in its place in
-the logits stands what is to be reported, its log-prob under the full distribution at the temperature.
+A logits processor draws the token and leaves it as the only one that vLLM's greedy sampler can take. In its place in
+the logits stands the number to report: its log-prob under the full distribution at the temperature.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ def started_here() -> Iterator[None]:
     """Starts an engine without a second program, and without freezing the rank's heap.
 
     vLLM imports the class of a model that is new to the machine in a program of its own, to keep CUDA out of its
-    process; a rank has initialized CUDA, and needs the class. vLLM freezes the heap after its start: garbage of
+    process. A rank has initialized CUDA, and needs the class. vLLM also freezes the heap after its start. Garbage of
     training would stay, and the end of the engine would collect among all imported modules.
     """
     with (

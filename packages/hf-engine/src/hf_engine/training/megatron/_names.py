@@ -1,7 +1,7 @@
 """megatron-core's fused, cut parameters as views under Hugging Face names.
 
-A tensor-parallel rank's QKV rows are `[q ... q, k, v]` for each of its KV groups or a part of one, its first MLP rows
-are `[gate, up]`; the rows of a padded vocabulary beyond the real one belong to no name.
+A tensor-parallel rank's QKV rows are `[q ... q, k, v]` for each of its KV groups or a part of one, and its first MLP
+rows are `[gate, up]`. The rows of a padded vocabulary beyond the real one belong to no name.
 """
 
 from __future__ import annotations
