@@ -62,7 +62,7 @@ def test_the_mappers_default_is_the_largest_shipped_engine() -> None:
 def test_offloaded_models_train_like_others(
     small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their memory is really given up between calls, though on a CPU; the metrics are the same bit by bit."""
+    """Their memory is really given up between calls, though on a CPU; the metrics are the same bit for bit."""
     outcome = hybridflow("train", small_config)
     assert outcome.exit_code == 0, outcome.errors
     run = small_config.parent / "run"

@@ -170,8 +170,8 @@ A function may be `async`: calls for several prompts then wait at the same time.
 ## Weights, and responses without a score
 
 The score of a response is the weighted sum over the functions that apply to it, as in TRL. A response has no score if
-no function with a weight other than 0 applies to it, or if a call met its deadline or ended its process. A response
-without a score has no part in its group, and its advantage is 0.
+no function with a weight other than 0 applies to it, or if a call exceeded its deadline or ended its process. A
+response without a score has no part in its group, and its advantage is 0.
 
 ## One reward in every convention
 

@@ -190,7 +190,7 @@ def squared_values(outputs, micro_batch):
 
 
 def test_a_state_goes_from_two_ranks_to_one_and_back(ranks1, ranks2, models, tmp_path):
-    """Weights, moments and steps bit by bit, and further steps as if the run had never ended."""
+    """Weights, moments and steps bit for bit, and further steps as if the run had never ended."""
     (saved, onwards), _ = ranks2.run(save_after_three_steps, models["tied"], tmp_path)
     paths = [tmp_path / name for name in ("state", "on one", "on two")]
     for ranks, source, again in ((ranks1, paths[0], paths[1]), (ranks2, paths[1], paths[2])):

@@ -47,7 +47,7 @@ def test_compiled_layers_conform(tmp_path, activation_checkpointing):
 def build_without_a_compiler(model, missing):
     # torch reads CXX when it is imported, which on a rank is over.
     compiler = torch._inductor.config.patch("cpp.cxx", (None, missing))
-    message = r"compile=True needs .* install a C\+\+ compiler .* set compile=False"
+    message = r"compile=True needs .* Install a C\+\+ compiler .* set compile=False"
     with compiler, pytest.raises(BackendError, match=message):
         build(model, replace(CONFIG, compile=True))
     build(model, CONFIG)[0].close()

@@ -29,7 +29,7 @@ def ranks4():
 
 
 def train_on_two_generate_on_two():
-    """Ranks 1 and 3 train with FSDP, 0 and 2 generate with TP 2: three versions arrive, bit by bit."""
+    """Ranks 1 and 3 train with FSDP, 0 and 2 generate with TP 2: three versions arrive, bit for bit."""
     rank = dist.get_rank()
     source = fsdp_layout(MODEL.parameters(), range(2))
     target = generation_layout(MODEL, Topology(ParallelSpec(dp_size=2), GenerationSpec(gen_tp_size=2)))

@@ -85,7 +85,7 @@ def refuse_unwritable(folder: Path, label: str) -> None:
         label: beginning of the message.
 
     Raises:
-        ConfigError: naming the first folder on the way that is in the way.
+        ConfigError: naming the part of the path that prevents this.
     """
     place = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     if not place.is_dir():

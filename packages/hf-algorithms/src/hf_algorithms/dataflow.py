@@ -61,10 +61,10 @@ def derive_dataflow(
 ) -> Dataflow:
     """Runs `recipe.step` once with a `TracingExecutor`; returns the calls it made, with what each reads and writes.
 
-    A call that was made on parts of a batch is one call, and so are the updates on its mini-batches. A function that no
-    other call depends on (metrics) is left out, unless its role has no other calls and would have no place. A column
-    that is written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a
-    step that branches on one takes the branch of 0.0.
+    Calls on parts of one batch count as one call, and so do the updates on its mini-batches. A function on which no
+    other call depends (metrics) is left out, unless its role has no other calls and would have no place. A column that
+    is written again has the name that it is renamed to, or a number. While the step runs every metric is 0.0: a step
+    that branches on a metric takes the branch of 0.0.
 
     Args:
         recipe: a shipped one or your own.
@@ -74,9 +74,9 @@ def derive_dataflow(
         columns: of the prompts.
 
     Raises:
-        ConfigError: for a step that calls no model or asks for the result of a batch or an object, a role without a
-            worker, a method that does not say what it writes, a loss that asks for an output that the model lacks, or a
-            step that does not end.
+        ConfigError: for a step that calls no model, does not end, or asks for the result of a batch or an object. Also
+            for a role without a worker, a method that does not declare its columns, or a loss that asks for an output
+            that the model lacks.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
     from hf_algorithms.workers import check_calls_outputs

@@ -21,7 +21,7 @@ class Watched(Protocol):
     pool: ResourcePool
 
     def finish(self) -> bool:
-        """Waits for its end, and has the log know why it failed, or that it is late; whether it was in time."""
+        """Waits for the call's end, and records why it failed or that it is late. Returns True if it was in time."""
 
     def find_failure(self) -> Failure | None:
         """Returns the reason why the call failed, after waiting for its end or for its first rank that failed."""
@@ -43,8 +43,8 @@ class FailureLog:
     """Failures of an executor's calls, and those that were reported to the program. Takes the reports of all ranks.
 
     Args:
-        take_ready: takes from watched handles those whose reports are there, each with its report, or with None where
-            it is lost, without waiting.
+        take_ready: takes, without waiting, the watched handles whose reports are available, each with its report, or
+            with None if the report is lost.
     """
 
     def __init__(self, take_ready: Callable[[list[Any]], dict[Any, CallReport | None]] | None = None) -> None:
@@ -68,7 +68,7 @@ class FailureLog:
         self._watched.update(dict.fromkeys(handles, call))
 
     def note(self, reports: Iterable[CallReport], pool: ResourcePool) -> None:
-        """Takes the reports of a call on `pool` that nobody watches."""
+        """Takes the reports of a call on `pool` that is not watched."""
         for report in reports:
             self._last_call_id = max(self._last_call_id, report.span.call_id)
             self._spans.append(report.span)
@@ -76,15 +76,15 @@ class FailureLog:
                 self._note_failure(report.span.call_id, report.failure, pool)
 
     def tell(self, call_id: int, failure: Failure) -> None:
-        """Marks a call's failure as reported: a failure of its own, which its other ranks share, or that of an earlier
-        call or a process, which it needs.
+        """Marks a call's failure as reported. It is a failure of the call itself, shared by its other ranks, or the
+        failure of an earlier call or a process that the call depends on.
         """
         self._failed.pop(call_id, None)
         self._settle(f"call {call_id}", failure)
         self._settle(failure.origin, failure)
 
     def explain(self, call: Watched, failure: Failure) -> None:
-        """Records the reason why a call failed whose result was never requested, for all reports of its ranks."""
+        """Records why a call failed whose result was never requested, for all reports of its ranks."""
         own = f"call {call.call_id}"
         if failure.origin == own:
             self._untold.pop(own, None)  # what a rank said of it
@@ -93,7 +93,7 @@ class FailureLog:
         self._note_failure(call.call_id, failure, call.pool)
 
     def forget(self, pool: ResourcePool) -> None:
-        """The program builds the groups of `pool` again: failures of earlier calls there are forgotten."""
+        """Forgets the failures of earlier calls on `pool`, whose groups the program builds again."""
         self._forgotten[pool] = self._last_call_id
         self._untold = {origin: each for origin, each in self._untold.items() if each.pool is not pool}
         self._failed = {call_id: call for call_id, call in self._failed.items() if call.pool is not pool}

@@ -102,11 +102,11 @@ class LostResultError(WorkerError):
 class Failure:
     """One rank's failed call.
 
-    `pickled` is the exception where it is one of our own tree, else empty; `exception` is it, in its own process.
-    `origin` is the call or process that failed, such as `"call 12"`, and stays where later calls pass it on.
-    `lost_from` is the `maker` of a `LostResultError`, and None for all other exceptions.
-    `has_returned` says that the method was over: no other rank waits for this one in it. `note` says of a group
-    that it ended, and how it is built again. `exit_code` and `signal` are of a process that is gone.
+    `pickled` is the exception if its class is in our own tree, else empty. `exception` is the exception object, which
+    stays in its own process. `origin` is the call or process that failed, such as `"call 12"`; it stays the same if
+    later calls pass the failure on. `lost_from` is the `maker` of a `LostResultError`, and None for all other
+    exceptions. `has_returned` is True if the method had returned: no other rank waits for this one in it. `note` says
+    that a group ended, and how to build it again. `exit_code` and `signal` describe the end of a process.
     """
 
     role: str
@@ -185,9 +185,10 @@ class Failure:
 
 
 def went_alike(called: Collection[int], failures: Mapping[int, Failure], passed_on: Collection[int]) -> bool:
-    """Returns True if the ranks of a call that is over went equally far, so that no collective is half done.
+    """Returns True if all ranks of a finished call got equally far, so that no collective is half done.
 
-    All refused, or passed on the failure of an input; or all came through the method, with any result.
+    Either every rank refused or passed on the failure of an input, or every rank returned from the method, with any
+    result.
 
     Args:
         called: the called ranks.

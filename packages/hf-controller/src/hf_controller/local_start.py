@@ -31,9 +31,9 @@ _SHM = "/dev/shm"
 _SMALL_SHM_BYTES = 1 << 30
 
 _STORE_SHARE = 0.3
-"""Of the memory, for the object store; the same share as Ray's."""
+"""Share of the memory that the object store gets, as in Ray."""
 _SHM_SHARE = 0.95
-"""Of free shared memory: other programs use some of it before Ray looks."""
+"""Share of the free shared memory that is counted on: other programs use some of it before Ray looks."""
 _LEAST_STORE_BYTES = 75 << 20
 """Ray's own bound."""
 _STORE_IN_FILES_BYTES = 512 << 20

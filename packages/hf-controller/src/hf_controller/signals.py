@@ -46,7 +46,7 @@ class SignalGuard:
         self._unraisable_before: Any = None
 
     def install(self) -> None:
-        """Start; the handlers that were there before come back with `restore`."""
+        """Starts watching; `restore` puts the earlier handlers back."""
         if threading.current_thread() is not threading.main_thread():
             return
         for kind in _ENDING:
@@ -68,8 +68,8 @@ class SignalGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Around code of others, such as a library's wait: a signal that arrives within it raises its exception at the
-        end, even if that code handled or changed it.
+        """Wraps code of others, such as a library's wait: a signal that arrives in the block raises its exception at
+        the end of the block, even if that code handled or changed the exception.
         """
         self._received = None
         try:
@@ -103,10 +103,10 @@ class SignalGuard:
 
 
 def after_imports(handler: Handler) -> Handler:
-    """A handler that waits, for some seconds, while a module is imported.
+    """A signal handler that waits, for some seconds, while a module is imported.
 
-    An exception in the middle leaves modules half imported, of which others speak in errors of their own, and aborts
-    the program where native code imports.
+    An exception in the middle of an import leaves modules half imported, so that other modules raise errors of their
+    own about them. Where native code imports, it aborts the program.
     """
     arrived_s: list[float] = []
 
@@ -131,7 +131,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def shielded() -> Iterator[None]:
-    """Within it, a further Ctrl-C, SIGTERM or SIGHUP waits: ending takes seconds and has a deadline.
+    """Within the block, a further Ctrl-C, SIGTERM or SIGHUP waits: ending takes seconds and has a deadline.
 
     A signal that arrives is delivered afterwards, in the main thread.
     """

@@ -170,7 +170,7 @@ class Trace:
     def write_chrome(self, path: str | os.PathLike[str]) -> None:
         """Writes every span so far as a Chrome trace (chrome://tracing, Perfetto): one row per host and rank.
 
-        The file is whole or absent. Spans that `stream_chrome` wrote are in its file alone.
+        The file is whole or absent. Spans that `stream_chrome` wrote are only in the file of `stream_chrome`.
 
         Raises:
             OSError: when it cannot be written.
@@ -202,7 +202,7 @@ class Trace:
 class ChromeTraceFile:
     """Writes spans into a hidden file next to `path`, which `finish` moves there.
 
-    A disk that takes no more ends the writing and no program: `finish` raises its error.
+    A full disk ends the writing but not the program; `finish` raises the error.
 
     Args:
         path: of the trace, for chrome://tracing or Perfetto. An earlier file stays until `finish`.

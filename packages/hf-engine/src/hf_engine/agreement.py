@@ -1,7 +1,7 @@
-"""Agreements of ranks before they communicate: a mistake of one rank is an error on all, and all of them go on.
+"""Agreements of ranks before they communicate: a mistake of one rank is an error on all ranks, and all can continue.
 
-After that a group fails as a whole: no rank answers for one that fails inside a collective method. A supervisor ends
-the others: the controller on Ray, the launcher under torchrun (ADR 28).
+After an agreement a group fails as a whole: if a rank fails inside a collective method, no other rank reports it. A
+supervisor ends the other ranks: the controller on Ray, the launcher under torchrun (ADR 28).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_protocols.foreign_code import Caught
 __all__ = ["HIGHEST", "Agreement", "agree_on_moving", "spread", "together"]
 
 HIGHEST = 2**31 - 1
-"""In the place of a number: this rank refuses. Numbers are smaller, and go as 32 bits."""
+"""Stands for a number if this rank refuses. Numbers are smaller, and are sent as 32 bits."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Agreement:
     """A rank's number in `together`, and whether all ranks had the same."""
 
     number: int = 0
-    """To be alike on all ranks: the block sets it, and it goes as 31 bits."""
+    """Number that must be equal on all ranks; the block sets it, and it is sent as 31 bits."""
     is_alike: bool = False
     """All ranks had one number: known after the block."""
 
@@ -43,9 +43,9 @@ def together(
     device: torch.device | str | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Iterator[Agreement]:
-    """A block without collectives that every rank of a group gets through, or none. Collective at its end.
+    """A block without collectives that either all ranks of a group complete or none. Collective at its end.
 
-    Costs one reduction of eight bytes. Reasons travel only where there are some.
+    Costs one reduction of eight bytes. Reasons are sent only if a rank has one.
 
     Args:
         outcome: of a mistake, for its message: `"nothing was loaded"`.

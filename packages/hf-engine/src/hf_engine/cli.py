@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="ranks per machine; receivers prefer senders on their own (default 8)",
     )
     plan.set_defaults(run=_plan)
-    check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit by bit")
+    check = commands.add_parser("check", help="prove a conversion on real weights, there and back, bit for bit")
     check.set_defaults(run=_check)
     for command in (plan, check):
         what = "preset, config.json or directory" if command is plan else "directory in Hugging Face format"

@@ -47,9 +47,9 @@ def require_process_group(error: type[HybridFlowError]) -> None:
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:
-    """This process's place in a group, None the default one; also in a group that joins ranks of two worlds.
+    """This process's rank in a group (None: the default group), also in a group that joins ranks of two worlds.
 
-    `torch.distributed.get_rank(group)` looks it up by the global rank, which those of another world have too.
+    `torch.distributed.get_rank(group)` looks it up by the global rank, but ranks of the other world have the same ones.
     """
     return dist.get_rank() if group is None else int(group.rank())
 
@@ -67,7 +67,8 @@ def default_group(backend: Literal["gloo", "nccl"] | None = None, *, timeout_s: 
 
     Args:
         backend: torch.distributed's; None is NCCL where there are CUDA devices, else gloo.
-        timeout_s: how long a collective may wait for a rank: one that stands still is an error on the others then.
+        timeout_s: how long a collective may wait for a rank; after that, a rank that is stopped is an error on the
+            others.
 
     Raises:
         TopologyError: for a deadline that is not a number above 0.
@@ -131,8 +132,9 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
 def wait_for_connections() -> None:
     """Waits until every rank has made its groups. Collective over all ranks.
 
-    torch lets a rank go once its own connections stand. If it destroyed its groups at once, refused for another reason,
-    a rank that still connects to it over gloo would report a lost peer in place of that reason.
+    In torch a rank continues once its own connections stand. Such a rank may be refused for another reason, and would
+    then destroy its groups at once. A rank that still connects to it over gloo would report a lost peer instead of that
+    reason.
     """
     dist.all_reduce(torch.zeros(1, device=local_device()))
 

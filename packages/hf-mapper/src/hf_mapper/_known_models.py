@@ -15,7 +15,7 @@ _GPT_VOCABULARY = 51200
 _LONG = 2**20
 _MOST_PARAMETERS = 1e15
 _WIDTH_STEP = 16
-"""An MLP's width is a multiple of it, so that tensor parallelism cuts it as evenly as the heads."""
+"""The width of an MLP is a multiple of this number, so that tensor parallelism divides it as evenly as the heads."""
 
 _PUBLISHED_GPTS = {
     0.125e9: (12, 64), 0.35e9: (24, 64), 0.76e9: (24, 96), 1.3e9: (24, 128), 2.7e9: (32, 80), 6.7e9: (32, 128),
@@ -101,7 +101,8 @@ def build_gpt(
 def guess_model(name: str, parameters: float) -> ModelShape:
     """A plausible GPT of so many parameters, with layers and heads like those of the nearest published one, tied ends.
 
-    Its MLP, 8 h / 3 wide at first, takes up what rounding the heads to a number that tensor groups divide leaves over.
+    The number of heads is rounded so that tensor groups divide it. The MLP, 8 h / 3 wide at first, takes up the
+    parameters that this rounding leaves over.
 
     Raises:
         ConfigError: for a number that no model has.

@@ -16,15 +16,15 @@ _check = Checks(ConfigError)
 _SENDS = Literal["both", "adapters", "merged"]
 _LAYER = re.compile(r"\.\d+\.")
 _NOT_LINEAR = re.compile(r"\.experts\.|(mlp|block_sparse_moe)\.(gate|router)\.|norm")
-"""In a layer: experts, which are stacked, the router before them, and norms."""
+"""Matches parts of a layer that get no adapter: experts, which are stacked, the router before them, and norms."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSpec:
     """Adapters of `rank` in the linear layers whose names end with one of `targets`; without targets in all of them.
 
-    The weights are frozen then: held in float32, without gradients and optimizer state. `sends` names the content of
-    a transition to generation: both, the adapters alone, or weights into which they were merged.
+    The weights are frozen then: held in float32, without gradients and optimizer state. `sends` names the content of a
+    transition to generation: weights and adapters (`both`), the adapters alone, or weights into which they were merged.
 
     Raises:
         ConfigError: for a rank below 1, or an unknown value of `sends`.

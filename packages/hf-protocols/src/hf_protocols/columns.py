@@ -1,4 +1,4 @@
-"""Sizes of the batch columns that calls read and write, by the names that the dataflow has for them."""
+"""Sizes of the batch columns that calls read and write, by the columns' names in the dataflow."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ColumnSize", "find_column_size"]
 _INTEGER_BYTES, _FLOAT_BYTES, _MASK_BYTES = 8, 4, 1
 _ONE_PER_ROW = ("row_id", "answer", "finish_reason", "weight_version", "scores", "costs")
 _IDENTIFIERS = ("sample_id", "prompt_id", "group_id")
-"""Not counted: they are few bytes next to the tokens of their row."""
+"""Columns that are not counted: they take few bytes compared with the tokens of their row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,10 @@ class ColumnSize:
 def find_column_size(name: str) -> ColumnSize:
     """Returns the size of a column of `ModelCall.reads` or `writes`; a `?` at its end is ignored.
 
-    Token ids take 8 bytes and masks 1; columns of one figure per row (scores, row numbers) 8 per row; every other
-    column, also one of another name, 4 for each response token, as log-probs and values do. A number at the end of a
-    name is that of a second generation. Ids of samples, prompts and groups count as nothing.
+    Each token id takes 8 bytes and each mask entry 1. Columns with one figure per row (scores, row numbers) take 8
+    bytes per row. Every other column, also one of an unknown name, takes 4 bytes per response token, as log-probs and
+    values do. A number at the end of a name marks a column of a second generation. Ids of samples, prompts and groups
+    count as 0 bytes.
     """
     name = name.removesuffix("?").rstrip("0123456789").removesuffix("_")
     if name.endswith(_ONE_PER_ROW):

@@ -96,7 +96,7 @@ class Dataflow:
         return cls(name=name, calls=_PRESETS[name])
 
     def with_models(self, roles: Iterable[str]) -> Dataflow:
-        """Returns the dataflow in which `roles` compute with a model: their function calls are inferences.
+        """Returns the dataflow in which `roles` compute with a model: their function calls become inferences.
 
         Roles without a function call stay as they are; names that are not roles are ignored.
 
@@ -131,14 +131,14 @@ class Dataflow:
     def stages(self) -> tuple[tuple[ModelCall, ...], ...]:
         """Calls by dependency level: a call stands one level after the last writer of what it reads.
 
-        For PPO: generation; the three inferences and the reward; advantages; the two updates (the paper's stages 1, 2
-        and 3, with the advantages, which it computes on the controller, as a level of their own).
+        For PPO: generation; the three inferences and the reward; advantages; the two updates. These are the paper's
+        stages 1, 2 and 3, with an additional level for the advantages, which the paper computes on the controller.
         """
         return self._stages
 
 
 def _columns_read(call: ModelCall) -> tuple[str, ...]:
-    """The columns by name, those that may lack like the others."""
+    """The columns by name; optional ones are treated like the others."""
     return tuple(column.removesuffix("?") for column in call.reads)
 
 

@@ -94,7 +94,7 @@ class BackendUnavailableError(BackendError):
 
 
 class ModelError(BackendError, ConfigError):
-    """Files of a model or a tokenizer that cannot be used: what a backend refuses, and a user configured."""
+    """Files of a model or a tokenizer that cannot be used: a backend refuses them, and a user configured them."""
 
 
 class ReshardError(BackendError):

@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 _LARGEST = 1e300
-"""Beyond it, sums over roles and stages leave the range of a float."""
+"""Largest value that is accepted; beyond it, sums over roles and stages leave the range of a float."""
 
 _LEFT_OUT = ("machines", "gap", "placements_tried", "adapters")
-"""Fields that the JSON does not have where they are None; other fields are null there."""
+"""Fields that the JSON omits if they are None; other fields that are None are null in the JSON."""
 
 Read = TypeVar("Read")
 

@@ -15,13 +15,13 @@ _Kinds = tuple[type[BaseException], ...]
 
 @contextmanager
 def raised_as(describe: Callable[[BaseException], Exception], *, also: _Kinds = (), but: _Kinds = ()) -> Iterator[None]:
-    """Turns what a block raises into one of our errors.
+    """Turns an exception of the block into one of our errors.
 
-    Errors of HybridFlow pass as they are, and so does what ends a program.
+    Errors of HybridFlow pass unchanged, and so do exceptions that end a program.
 
     Args:
         describe: makes the error to raise; the original becomes its cause.
-        also: classes that end a program and are turned as well, such as a module's SystemExit.
+        also: classes of exceptions that end a program and are turned nevertheless, such as a module's SystemExit.
         but: classes that pass.
 
     Raises:
@@ -38,10 +38,10 @@ def raised_as(describe: Callable[[BaseException], Exception], *, also: _Kinds = 
 
 
 class Caught:
-    """Keeps what a `with` block raises and goes on behind it. What ends a program passes.
+    """Keeps the exception of a `with` block and continues after it. Exceptions that end a program pass.
 
     Args:
-        also: classes that end a program and are kept as well, such as a module's SystemExit.
+        also: classes of exceptions that end a program and are kept nevertheless, such as a module's SystemExit.
         but: classes that pass.
 
     Attributes:

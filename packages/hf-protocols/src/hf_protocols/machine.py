@@ -174,7 +174,7 @@ def _find(file: Path, pattern: str) -> str:
 
 
 def _read(file: Path) -> str:
-    """The text of a file of the kernel; nothing where it is not there, or not for us."""
+    """The text of a file of the kernel; empty if the file is absent or cannot be read by this process."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -62,7 +62,7 @@ class ModelShape:
 
     Raises:
         ConfigError: for a size that is not a whole number or below 1, heads that do not divide evenly, more experts per
-            token than there are or none of them, or values of other kinds.
+            token than the model has, a mixture with 0 experts per token, or values of other kinds.
     """
 
     name: str
@@ -329,7 +329,7 @@ _FAMILY_NAMES: Mapping[str, Sequence[str]] = {
     "shared_width": ("shared_expert_intermediate_size", "shared_intermediate_size"),
 }
 _PARTS_OF_HEADS = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Of attention with latent keys and values: the cache holds keys of the first two sizes, values of the third."""
+"""Sizes of attention with latent keys and values: the cache holds keys of the first two, values of the third."""
 
 
 def _read_family_sizes(config: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from hf_protocols.validation import shorten
 __all__ = ["HEAD_BYTES", "check_is_itself", "describe_stand_in", "read_json_object"]
 
 HEAD_BYTES = 512
-"""As many bytes of a file as `describe_stand_in` wants to see."""
+"""Number of bytes from the start of a file that `describe_stand_in` needs."""
 
 _LFS_POINTERS = (b"version https://git-lfs.github.com/spec/", b"version https://hawser.github.com/spec/")
 _PAGES = (b"<!doctype html", b"<html", b"<head", b"<?xml")

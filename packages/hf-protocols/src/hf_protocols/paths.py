@@ -23,8 +23,9 @@ def expand_path(text: str) -> str:
     """Returns the path with a leading `~` or `~user` replaced by that home directory.
 
     Raises:
-        ConfigError: without the name of what holds the path, for a text that is empty, begins or ends with a blank,
-            holds a NUL character, is longer than a path may be, or names a user without a home directory.
+        ConfigError: for a text that is empty, begins or ends with a blank, holds a NUL character or half a surrogate
+            pair, is longer than a path may be, or names a user without a home directory. The message does not name
+            the key or argument that holds the path.
     """
     if not text.strip():
         raise ConfigError("a path cannot be empty or blank. Give a path")
@@ -53,7 +54,7 @@ def read_path(name: str, text: str) -> str:
     """Returns the expanded path that the key or argument `name` holds.
 
     Raises:
-        ConfigError: as `expand_path`, naming both.
+        ConfigError: as `expand_path`; the message has `name` and the path.
     """
     try:
         return expand_path(text)

@@ -101,7 +101,8 @@ class ModelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class MappingPlan:
-    """Pools, the model of every role, and the estimates that led to the choice: None for a plan written by hand.
+    """Pools, the model of every role, and the estimates that led to the choice; these are None for a plan written by
+    hand.
 
     Raises:
         PlanError: if a model names a pool that does not exist, needs another number of ranks than its pool has

@@ -26,15 +26,15 @@ _ALREADY_STRETCHED = ("gemma3", "gemma3_text")
 def compute_positions(config: Mapping[str, Any]) -> int | None:
     """Returns the positions of a model by its `config.json`; None if the configuration states no length.
 
-    `max_position_embeddings` stands below for `n_positions` and `max_seq_len`, too.
+    Below, `max_position_embeddings` also stands for `n_positions` and `max_seq_len`.
 
     transformers computes rotary embeddings for any position, so the configuration alone says where a model ends:
 
     - `yarn`, `linear`, `dynamic`: `factor` times the length of pretraining. That length is
       `original_max_position_embeddings`, else `max_position_embeddings`, which transformers takes in its place. Some
-      models state the product in `max_position_embeddings` (DeepSeek-V3: 163840 = 40 x 4096), others the length of
-      pretraining (Qwen2.5: 32768 with factor 4): the larger of product and statement is right for both.
-    - `llama3`, `longrope`: what `max_position_embeddings` says. Llama 3.1 and Phi-3 state the stretched length, and
+      models state the product in `max_position_embeddings` (DeepSeek-V3: 163840 = 40 x 4096), others state the length
+      of pretraining (Qwen2.5: 32768 with factor 4). The larger of the product and the stated value is right for both.
+    - `llama3`, `longrope`: the value of `max_position_embeddings`. Llama 3.1 and Phi-3 state the stretched length, and
       `factor` belongs to frequencies: Llama 3.2 has 131072 positions with 32 x 8192.
 
     vLLM's `_get_and_verify_max_len` follows the same rules, Gemma 3's exception included. Where layers of several kinds
@@ -85,14 +85,14 @@ def _read_layers(name: str, rope: Mapping[str, Any]) -> dict[str, Mapping[str, A
 
 
 def _check_bases(name: str, rope: Mapping[str, Any]) -> None:
-    """Transformers takes a base of the layers' own before the one at the top; some engines the other way round."""
+    """Checks every base: transformers prefers those of layers to the one at the top; some engines do the opposite."""
     for key in _BASES:
         if rope.get(key) is not None:
             _check.number(f"{name}: {key}", rope[key])
 
 
 def _check_long_factors(name: str, rope: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Longrope divides each frequency of a head by a factor of its own: there are half as many as sizes that turn."""
+    """Checks the factors of longrope, one for each frequency of a head: half as many as sizes that are rotated."""
     if rope.get("rope_type", rope.get("type")) not in ("longrope", "su"):
         return
     wanted = _count_frequencies(rope, config)
@@ -108,7 +108,7 @@ def _check_long_factors(name: str, rope: Mapping[str, Any], config: Mapping[str,
 
 
 def _count_frequencies(rope: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Of one head; None where sizes are missing, or refused elsewhere."""
+    """Number of frequencies of one head; None if sizes are missing, or are refused elsewhere."""
     hidden, heads = config.get("hidden_size"), config.get("num_attention_heads")
     size = config.get("qk_rope_head_dim") or config.get("head_dim")
     if size is None and type(hidden) is int and type(heads) is int and heads > 0:

@@ -44,7 +44,7 @@ class FromArgument(Enum):
 
 
 FROM_ARGUMENT: Final = FromArgument.FROM_ARGUMENT
-"""In `@register(writes=FROM_ARGUMENT)`: an argument of each call declares the columns of the result."""
+"""Value of `writes` in `@register` for a method whose result has the columns that an argument of each call declares."""
 
 
 @dataclass(frozen=True, kw_only=True)

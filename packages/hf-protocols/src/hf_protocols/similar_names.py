@@ -13,9 +13,9 @@ _LEAST_SIMILARITY = 0.6
 def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]:
     """Returns names in `known` that `name` may misspell: first those that begin with it, then the most similar.
 
-    Similar is what difflib's ratio puts above 0.6, ignoring case: a hint that is further away misleads. Of two names
-    that are equally near, one of the same letters comes first. A part that all names share, such as a section, raises
-    the ratio of any two: compare without it.
+    A name is similar if difflib's ratio, ignoring case, is above 0.6; a hint below that misleads. Of two equally
+    similar names, one with the same letters comes first. A part that all names share, such as a section, raises the
+    ratio of any two names, so compare names without it.
     """
     lowered = name.lower()
     matcher = SequenceMatcher(b=lowered)

@@ -270,7 +270,7 @@ class Topology:
         return pp, tp, dp, cp
 
     def _generation_rule(self) -> Callable[[int, int, int, int, int], dict[str, int]]:
-        """The function (rank, pp, tp, dp, cp) -> generation coordinate that this topology's grouping means."""
+        """Returns the function (rank, pp, tp, dp, cp) -> generation coordinate for this topology's grouping."""
         if not self.is_nested:
             return self._consecutive
         return self._strided if self.grouping == "hybridflow" else self._vanilla

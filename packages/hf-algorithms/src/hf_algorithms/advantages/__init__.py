@@ -1,9 +1,9 @@
 """Advantages: estimators as small frozen objects, and pure functions over one whole batch.
 
 An estimator is callable: `(columns) -> {name: [B, T]}`. It declares the columns that it `reads` (a trailing `?` marks
-one that may be absent) and `writes`. Values at masked tokens change nothing, not even NaN. Here are also the score's
-shaping, the filter of dynamic sampling, the metrics of groups, and the multiplier of a constraint. Losses and KL in
-the loss are elsewhere; nothing here knows workers or configuration files.
+one that may be absent) and `writes`. Values at masked tokens change nothing, not even NaN. The package also has the
+shaping of scores, the filter of dynamic sampling, the metrics of groups, and the multiplier of a constraint. What must
+not live here: losses, KL terms of a loss, and knowledge of workers or configuration files.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class GroupAdvantage:
 
 
 def refuse_group_of_one(reader: str, group: torch.Tensor) -> None:
-    """Fail for a prompt with one response, where a group is compared.
+    """Fails for a prompt with one response, where a group is compared.
 
     Raises:
         BatchError: always.

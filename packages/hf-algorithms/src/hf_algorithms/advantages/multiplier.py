@@ -19,7 +19,7 @@ _check = Checks(ConfigError)
 Space = Literal["log", "projected"]
 
 _LARGEST = 1e6
-"""No multiplier goes beyond: in log space it would pass every float within a few updates."""
+"""Largest multiplier: beyond it, log space would leave the range of a float within a few updates."""
 _SATURATED = 99.0
 """From here on the cost has 99 % of the weight in (A_r - lambda A_c) / (1 + lambda): growth changes little."""
 _WINDOWS = 8
@@ -118,15 +118,15 @@ class Multiplier:
         """Returns True if the constraint looks as if it could not be met under the KL penalty.
 
         As lambda grows, the best policy tends to ref * exp(-cost / kl_coefficient), not to the least cost. If the cost
-        of that policy is above the limit, lambda grows for ever. Reported is a stretch of at least 8 windows of
-        episodes, up to now, with C above the limit at every update, in which:
+        of that policy is above the limit, lambda grows for ever. The result is True if there is a stretch of at least 8
+        windows of episodes, up to now, with C above the limit at every update, in which:
 
         - lambda did its part: 1 + lambda doubled, or lambda stood at `maximum`, or at 99 and more, where the cost has
           99 % of the weight;
         - the cost has settled: the means of the older and the newer half differ, two standard errors included, by less
           than a fifth of the newest distance from the limit.
 
-        So a cost that still falls is not reported, nor one that rises, as while a policy follows late. It is a sign,
+        So neither a falling cost is reported nor a rising one, as while a policy follows late. The result is a sign,
         not a proof: a `maximum` that is too low, or a policy that hardly learns, looks the same. Then raise `maximum`,
         or the policy's learning rate. Otherwise lower `kl_coefficient` or raise the limit.
         """

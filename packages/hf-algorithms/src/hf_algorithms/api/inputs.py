@@ -1,7 +1,8 @@
 """Rows, functions and sections that a program or a notebook passes in place of files.
 
-They become what a file would say. Rows and functions of a run are written next to its directory, in `OUTPUT.inputs`, so
-that its `config.toml` runs again; those of `generate` and `evaluate` into a folder that goes when they return.
+They are turned into the values that a configuration file would have. Rows and functions of a run are written next to
+the run's directory, in `OUTPUT.inputs`, so that its `config.toml` runs again. Those of `generate` and `evaluate` are
+written into a folder that is removed when these functions return.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ class InputFolder:
         """By key of a configuration: its value, and the argument that it stands for."""
 
     def close(self, *, is_used: bool) -> None:
-        """Lets go of functions that this process holds, and removes the folder of a run that was refused.
+        """Drops the functions that this process holds, and removes the folder of a run that was refused.
 
         Args:
-            is_used: the run began; or else the folder goes, unless an earlier run has left it.
+            is_used: True if the run began; otherwise the folder is removed, unless an earlier run has left it.
         """
         for key in self._held:
             del HELD_FUNCTIONS[key]

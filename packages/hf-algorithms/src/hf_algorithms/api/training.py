@@ -72,13 +72,13 @@ def train(
             function that cannot be pickled runs in this process, without a deadline.
         algorithm: name that `hybridflow algorithms` lists, `file.py:RECIPE`, or the keys of `[algorithm]`; left out:
             that of `config`, else `ppo`.
-        config: a TOML file or its sections; the arguments above come before it.
-        set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they come last. A key that another argument
-            stands for, such as `run.output_dir`, is given once.
+        config: a TOML file or its sections; the arguments above take precedence over it.
+        set: values by `section.key`, such as `{"rollout.batch_size": 32}`; they are applied last. A key that another
+            argument stands for, such as `run.output_dir`, is given once.
         output_dir: `run.output_dir`; by default a new folder in `runs`.
         overwrite: replaces an earlier run there.
         resume: directory of a run to go on with; then only `set`, `allow_changed` and `on_metrics` are given.
-        allow_changed: keys of `set` that make the resumed run another one, and may.
+        allow_changed: keys of `set` that change the resumed run, and are allowed to.
         on_metrics: called with each iteration and its metrics.
 
     Raises:

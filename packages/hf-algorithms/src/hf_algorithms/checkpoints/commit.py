@@ -69,7 +69,7 @@ class Commit:
     versions: Mapping[str, str]
 
     def verify(self) -> None:
-        """Holds every file against its size and digest, before anything parses it.
+        """Compares every file with its size and digest, before anything parses the file.
 
         Raises:
             CheckpointError: naming the first file that is absent or differs.

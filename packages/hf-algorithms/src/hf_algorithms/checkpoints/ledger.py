@@ -19,7 +19,7 @@ LEDGER = "ledger.jsonl"
 _IN_FLIGHT = ("planned", "generating", "generated", "scored")
 _ENDS = ("trained", "filtered", "dropped")
 STATES = (*_IN_FLIGHT, *_ENDS)
-"""Of the lines of the file. A sample enters each at most once, in this order, and one of the last three at its end."""
+"""States in the file's lines. A sample enters each at most once, in this order, and ends in one of the last three."""
 
 _MOST_SAMPLES = 1 << 16
 """Responses to one prompt, in a file that may be damaged."""
@@ -130,7 +130,7 @@ class Ledger:
         self.settle(is_skipped=True)
 
     def check(self) -> None:
-        """Holds planned = trained + filtered + dropped + in flight between iterations, where nothing is in flight.
+        """Checks planned = trained + filtered + dropped + in flight between iterations, when nothing is in flight.
 
         Raises:
             LedgerError: naming the counts.

@@ -24,7 +24,8 @@ _PATH_KEYS = frozenset({"path", "tokenizer", "train", "validation", "test", "pre
 _MADE_TOKENIZERS = frozenset({"characters", "bpe"})
 _SAMPLE_BYTES = 1 << 20
 _LARGE_BYTES = 64 << 20
-"""From here on a file is known by its size, its first and its last MiB: weights are too many to read at each start."""
+"""From this size on a file is identified by its size, first and last MiB: weights are too large to read at each
+start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class RunOrigin:
     inputs: Sequence[InputFile]
 
     def moved_to(self, run: Path) -> RunOrigin:
-        """The same, with what lay in the run's directory where that is now."""
+        """The same origin, with files inside the run's directory at their present place."""
         return _parse(move_paths(asdict(self), self.directory, str(run)))
 
     def find_changed(self) -> list[str]:
@@ -71,7 +72,7 @@ class RunOrigin:
 
 
 def describe_origin(config: Config, directory: Path, search_path: Sequence[str]) -> RunOrigin:
-    """Collects it at the beginning of a run.
+    """Collects the origin at the beginning of a run.
 
     Raises:
         OSError: if an input cannot be read.
@@ -88,7 +89,7 @@ def describe_origin(config: Config, directory: Path, search_path: Sequence[str])
 
 
 def write_origin(directory: RunDirectory, origin: RunOrigin) -> None:
-    """Writes it into the run's directory.
+    """Writes the origin into the run's directory.
 
     Raises:
         RunDirectoryError: if that cannot be written.
@@ -97,7 +98,7 @@ def write_origin(directory: RunDirectory, origin: RunOrigin) -> None:
 
 
 def read_origin(run: Path) -> RunOrigin:
-    """Reads it again, with paths inside the run where the run is now.
+    """Reads the origin, with paths inside the run adapted to the run's present place.
 
     Raises:
         CheckpointError: if it cannot be read.

@@ -50,7 +50,7 @@ class Program:
 
 
 def write_program(folder: Path, program: Program) -> None:
-    """Writes it into the folder of a step.
+    """Writes this state into the folder of a step.
 
     Raises:
         ConfigError: for a value of `context.state` that JSON does not keep as it is.
@@ -66,7 +66,7 @@ def write_program(folder: Path, program: Program) -> None:
 
 
 def read_program(folder: Path) -> Program:
-    """Reads it again.
+    """Reads the state that was written.
 
     Raises:
         CheckpointError: if it cannot be read, or names a file outside the run's directory, which a resume would cut.

@@ -25,7 +25,7 @@ _CHUNK_ROWS = 1024
 
 
 class _Sequence(NamedTuple):
-    """A row as tokens: those before the first one that is trained, the others, and which of these are trained."""
+    """A row as tokens: the tokens before the first trained one, all later tokens, and which of these are trained."""
 
     prompt: list[int]
     response: list[int]
@@ -35,9 +35,9 @@ class _Sequence(NamedTuple):
 class AnswerDataset:
     """Rows with their answers, of which the assistant's tokens are trained, each with the token that ends its turn.
 
-    Of a chat these are all messages of the assistant, each as the template writes it when it is the last one. A message
-    that the template writes otherwise once others follow, as one whose reasoning it then leaves out, is read and not
-    trained.
+    In a chat, all messages of the assistant are trained, each in the form that the template gives it as the last
+    message. The template may write a message differently once others follow, for example without its reasoning. Such a
+    message is read and not trained.
 
     Args:
         rows: what `open_rows(is_learned=True)` opened.
@@ -195,7 +195,7 @@ class AnswerDataset:
         return [*earlier, (row.prompt, row.answer)]
 
     def _join(self, turns: list[tuple[list[int], list[int]]], *, counts: bool) -> _Sequence:
-        """The whole sequence of the last turn, in which those of earlier turns that it begins with are trained."""
+        """Returns the whole sequence of the last turn; earlier turns that are a beginning of it are trained as well."""
         whole = [token for part in turns[-1] for token in part]
         spans = []
         for head, end in turns:

@@ -41,7 +41,7 @@ class PromptDataset:
         max_prompt_tokens: int | None = None,
         too_long: TooLong = "error",
     ) -> None:
-        """Tokenise every prompt once, with what the tokenizer puts before a text.
+        """Tokenises every prompt once, with the ids that the tokenizer puts before a text.
 
         Args:
             rows: rows that `open_rows` or `load_rows` read.

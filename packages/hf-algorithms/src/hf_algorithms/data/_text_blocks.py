@@ -35,9 +35,10 @@ class TextBlocks:
     """Texts as supervised rows of at most `block_tokens` tokens.
 
     The texts follow one another in the order of their rows, each with what the tokenizer puts before a text, and its
-    EOS. Blocks cut this sequence; the last one is as short as what remains. A block begins with what begins a text, and
-    with the token before its first one. So every token of every text, and every EOS, is learned exactly once. Of a
-    tokenizer that puts nothing before a text, the first token of the first text is not.
+    EOS. This sequence is divided into blocks; the last block is as short as the rest. A block begins with the tokens
+    that begin a text, and with the token before its own first one. So every token of every text, and every EOS, is
+    learned exactly once. There is one exception: if the tokenizer puts nothing before a text, the first token of the
+    first text is not learned.
 
     Token ids are kept in a file in the folder for temporary files, not in memory.
 

@@ -108,11 +108,11 @@ def evaluate(
     Args:
         model: directory of a model, an adapter or a run, hub name, or a result; left out: the run of `config`.
         data: sets by name, each a path or rows: a list of mappings or of prompts, or a `datasets.Dataset`. Or rows
-            alone, the set `data`; or paths, each with `NAME=` before it or named after its file. Of a run also the
-            names of its own sets; left out, the run's test rows.
+            alone, the set `data`; or paths, each with `NAME=` before it or named after its file. For a run, names of
+            its own sets as well; left out, the run's test rows.
         metrics: functions like those of a reward: callables, shipped names, `module:function`, `file.py:function`, or
-            URLs; one, several in a list, or by metric. Of a run by default its `reward.metric`. What cannot be pickled
-            runs in this process, without a deadline.
+            URLs; one, several in a list, or by metric. For a run, its `reward.metric` by default. A function that
+            cannot be pickled runs in this process, without a deadline.
         config: a TOML file or its sections, in place of the configuration of a run.
         set: values by `section.key`, which come last.
         output_dir: a folder, empty or absent, for `SET.jsonl` with every response and `evaluation.json`.

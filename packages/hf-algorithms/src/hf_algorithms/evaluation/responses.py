@@ -239,7 +239,7 @@ class ResponseScorer:
     ) -> dict[str, list[list[float]]]:
         """Returns by metric the score of every response of every row; NaN where a response has no score.
 
-        A response whose call met its deadline or ended its process counts 0, as in a run.
+        A response whose call exceeded its deadline or ended its process counts 0, as in a run.
 
         Raises:
             RewardError: if a function raises, or returns something else than a score for each response.

@@ -25,10 +25,11 @@ class PreferenceLoss:
     h is the chosen response's log-ratio less the rejected one's, and a log-ratio the sum of lp - ref lp over a
     response's trained tokens (Rafailov et al. 2023, eq. 7; Azar et al. 2023, eq. 17).
 
-    No two rows need to be in one micro-batch. A pair's gradient is the sum of its rows' own, and of its partner a row
-    needs the log-ratio alone, as a number: the column `partner_logratio` of `label_pairs`. The gradient is that of the
-    pair exactly, if that column is of the weights that the step updates, and both rows are in that step. So compute
-    log-probs again before every mini-batch, and draw mini-batches of whole pairs. Each row has half the pair's value.
+    The two rows of a pair need not be in one micro-batch. A pair's gradient is the sum of its rows' gradients, and a
+    row needs only one number of its partner, the log-ratio: the column `partner_logratio` of `label_pairs`. The
+    gradient is exactly that of the pair if this column belongs to the weights that the step updates, and if both rows
+    are in that step. So compute log-probs again before every mini-batch, and draw mini-batches of whole pairs. Each row
+    has half the pair's value.
 
     Raises:
         ConfigError: for an unknown kind, or a beta of at most 0.

@@ -28,8 +28,9 @@ class ValueLoss:
 
     The clipped form is that of the first release of PPO's code. Without `clip` it is 0.5 (V - G)^2.
 
-    With a `scale` all of it is in the critic's own unit: V is the model's output v, G becomes (G - mean) / std, and
-    V_old what the model put out, by the scale of that time. Metrics but the loss are in the unit of rewards.
+    With a `scale` the whole loss is in the critic's own unit: V is the model's output v, G becomes (G - mean) / std,
+    and V_old is the model's earlier output, by the scale of that time. All metrics except the loss are in the unit of
+    rewards.
 
     Raises:
         ConfigError: for a clip of at most 0.

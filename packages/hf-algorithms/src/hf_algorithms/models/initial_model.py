@@ -89,7 +89,7 @@ def build_initial_model(
     on_cpu: bool = True,
     head: Head = "lm",
 ) -> InitialModel:
-    """Check the configured model by its files, or write a fresh random one (and its tokenizer) to `directory`.
+    """Checks the configured model by its files, or writes a fresh random one (and its tokenizer) to `directory`.
 
     Nothing is loaded but configuration, headers of the weights and the tokenizer: what they say is compared with each
     other, and with what the run's backends take.

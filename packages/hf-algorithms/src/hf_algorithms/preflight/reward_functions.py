@@ -59,7 +59,7 @@ class _Checked:
 
 
 def check_rewards(config: Config, rows: Mapping[str, Sequence[Row]], *, search_path: Sequence[str] = ()) -> None:
-    """Load every function of `[reward]` and `[cost]`, and let them look at the answers of all rows.
+    """Loads every function of `[reward]` and `[cost]`, and lets the functions check the answers of all rows.
 
     Args:
         config: names the functions and the files.

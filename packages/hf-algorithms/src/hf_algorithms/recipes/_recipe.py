@@ -48,8 +48,8 @@ class Role:
         has_model: whether the worker holds a model on a training backend; others call functions.
         starts_from: where the weights come from: another role, or a directory. None: `model.path`.
         kwargs: more arguments of the worker's constructor.
-        scored_by: role of a model whose scores this role's worker adds to its own, as `model_scores`. A run has it
-            where the section of this role's name has `model`, such as `[reward.model]`.
+        scored_by: role of a model whose scores, in the column `model_scores`, are added to the scores of this role's
+            worker. A run has this role if the section of this role's name has `model`, such as `[reward.model]`.
     """
 
     name: str
@@ -91,11 +91,12 @@ class StepContext:
         sampling: how responses are drawn in this iteration.
         iteration: from 1; 0 while a dataflow is derived.
         state: values that live as long as the run, such as a multiplier; written by the step.
-        more_prompts: returns as many prompts that the iteration has not drawn yet, with group ids of their own. A
-            `DataError` says that fewer are left.
-        count_prompts_left: returns how many those are; 0 while a dataflow is derived.
-        pretrain_rows: returns as many rows of `data.pretraining`, or else of the training set, with their answers as
-            `response_ids`, for a supervised term of the loss. Texts come in blocks of `data.block_tokens`.
+        more_prompts: returns the requested number of prompts that the iteration has not drawn yet, with group ids of
+            their own. A `DataError` says that fewer are left.
+        count_prompts_left: returns the number of prompts that are left; 0 while a dataflow is derived.
+        pretrain_rows: returns the requested number of rows of `data.pretraining`, or else of the training set, with
+            their answers as `response_ids`, for a supervised term of the loss. Texts come in blocks of
+            `data.block_tokens`.
         show_samples: takes responses with what is known of them, such as advantages. The run writes some of the last
             batch that a step shows into `samples/`.
         note_generated: takes the responses to the prompts that were drawn last, for the ledger; `generate` calls it.

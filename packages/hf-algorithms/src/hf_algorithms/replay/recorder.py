@@ -81,10 +81,10 @@ class SupportsRecording(Protocol):
 
 
 def record_call(method: Method) -> Method:
-    """For an update of a worker that supports it: a call that fails is recorded, and the first one that is left out.
+    """Decorates an update of a worker that supports recording: records a call that fails, and the first skipped one.
 
-    The state of the model is recorded too where all ranks fail alike, as of a loss that is not finite: to save one, all
-    of them meet.
+    The state of the model is recorded too if all ranks fail alike, for example because of a loss that is not finite:
+    all ranks take part in saving a state.
     """
 
     @wraps(method)

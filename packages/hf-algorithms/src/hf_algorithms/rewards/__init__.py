@@ -1,7 +1,7 @@
-"""Rewards: calling anybody's functions of responses with suspicion, and those that ship.
+"""Rewards: guarded calls of users' functions that score responses, and the functions that ship.
 
-Here live the conventions in which such functions are written, the pool of processes that calls them, what their
-results mean, and verifiers. What must not: workers, which read batches, and the configuration.
+What lives here: the conventions in which such functions are written, the pool of processes that calls them, the meaning
+of their results, and verifiers. What must not: workers, which read batches, and the configuration.
 """
 
 from __future__ import annotations

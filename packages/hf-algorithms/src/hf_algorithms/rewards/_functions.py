@@ -60,7 +60,7 @@ class ScoredSamples:
 
     Attributes:
         scores: NaN where a response cannot be scored.
-        failed: True where a call met its deadline or ended its process.
+        failed: True where a call exceeded its deadline or ended its process.
         metrics: further numbers by name; NaN where a response has no number.
         logged: sum and count of what TRL's `log_metric` was given, by name.
         columns: values that TRL's `log_extra` was given, by column; None for responses without one.
@@ -112,7 +112,7 @@ class _Bound:
         return outcomes
 
     def _call_in_thread(self, call: Callable[[], Outcome], deadline_s: float) -> Outcome:
-        """The thread stays behind when it meets the deadline."""
+        """The thread stays behind when it exceeds the deadline."""
         found: list[Outcome] = []
         thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
         thread.start()
@@ -177,7 +177,7 @@ class ScoringFunctions:
 
         Raises:
             RewardError: when a function raises, with the place in its code, or returns something else than a score for
-                each response; when one that runs in this process meets its deadline.
+                each response; when one that runs in this process exceeds its deadline.
         """
         chosen = list(range(len(self._functions)) if functions is None else functions)
         calls = [samples.split_calls(self._functions[number].binding) for number in chosen]

@@ -101,8 +101,8 @@ def check_connection(url: str) -> None:
 class HTTPScorer:
     """A server as a function: posts lists as JSON, and reads what a function might return.
 
-    A connection that fails and an answer of the server's own trouble (status 429 and 500 to 599) are tried again, at
-    growing distance, until the deadline; then the call's responses have no score.
+    A request whose connection fails, or whose response reports trouble of the server (status 429 and 500 to 599), is
+    retried at growing intervals until the deadline. After the deadline the call's responses have no score.
 
     Args:
         url: address; a host other than this machine must be among `allowed_hosts`. User and password in it are sent

@@ -35,7 +35,7 @@ SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "numb
 
 
 def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Callable[..., Any]:
-    """Import `module` and return its `function`.
+    """Imports `module` and returns its `function`.
 
     Args:
         name: `module:function`, where dots lead into packages; `file.py:function`, with a path from any folder; or

@@ -19,7 +19,7 @@ _WORDS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _SUFFIXES = {"k": 3, "m": 6, "mn": 6, "b": 9, "bn": 9}
 """Behind an amount of money, such as `$2.5M`."""
 _MOST_DIGITS = 400
-"""Of a number and of a power of ten: longer ones are not what anybody means, and take long."""
+"""Most digits of a number and of a power of ten: longer ones are not meant as numbers, and take long."""
 
 
 def _write_fraction(match: re.Match[str]) -> str:

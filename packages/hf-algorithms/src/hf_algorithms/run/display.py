@@ -31,7 +31,7 @@ _HISTORY = 40
 # Iterations whose mean duration predicts the rest: enough to be steady, few enough to follow a change.
 _WINDOW = 20
 _QUIET_S = 15.0
-"""Without a line for so long, and then for twice as long each time, the phase is printed again."""
+"""Time without a line after which the phase is printed again; it then doubles each time."""
 
 
 def build_console() -> Console:
@@ -46,7 +46,7 @@ class RunDisplay:
         total_iterations: the iterations that the run will make, for the bar and the remaining time.
         console: where to; None is standard output. A console that is not an interactive terminal gets plain lines.
         clock: seconds that only grow.
-        quiet_s: after so long without a line, plain output says what still runs.
+        quiet_s: time without a line after which plain output says what still runs.
         started_s: when the run's checks began, by the clock; None: now.
     """
 
@@ -100,7 +100,7 @@ class RunDisplay:
         self._exit.close()
 
     def phase(self, text: str) -> None:
-        """Name what happens from now on; the remaining time counts from here."""
+        """Names the phase that begins; the remaining time counts from here."""
         (before, start_s), now_s = self._phase, self._clock()
         self._phases[before] = self._phases.get(before, 0.0) + now_s - start_s
         self._phase = (text, now_s)

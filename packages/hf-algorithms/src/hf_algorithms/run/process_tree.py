@@ -17,7 +17,7 @@ class MemoryMeter:
     upper bound of what the machine gives.
 
     Args:
-        interval_s: seconds between two samples; there is one on entry and one on exit besides.
+        interval_s: seconds between two samples; one more is taken on entry and one on exit.
     """
 
     def __init__(self, *, interval_s: float = 0.5) -> None:

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Restarts", "run_with_restarts"]
 
 _PAUSE_S, _LONGEST_PAUSE_S = 2.0, 60.0
-"""Before the second restart, and twice as long before each later one; the first one follows at once."""
+"""Pause before the second restart, which doubles with each later one, and its limit. The first follows at once."""
 
 
 @dataclass
 class Restarts:
-    """Decides which failures a run goes on after.
+    """Decides after which failures a run goes on.
 
     Attributes:
         config: `[run]`.
@@ -68,7 +68,7 @@ class Restarts:
         return frozenset(self._failed)
 
     def decide(self, error: BaseException, iteration: int, where: str) -> str | None:
-        """Decides after a failure; returns the line that says of the restart, or None: the run ends.
+        """Decides whether the run restarts after a failure; returns a line about the restart, or None if the run ends.
 
         Args:
             error: with which this part of the run ended. It gets a note where a restart would not help.

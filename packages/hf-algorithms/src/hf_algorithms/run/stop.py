@@ -22,9 +22,10 @@ __all__ = ["RunStop"]
 class RunStop:
     """Lets a run stop between two iterations; a context manager around them.
 
-    The first SIGTERM or SIGHUP asks for it, and so does the end of `run.max_seconds`. An iteration that has not ended
-    `run.grace_s` later is dropped: `Terminated` is raised in the main thread. A second signal raises it at once. Only
-    the main thread may handle signals. In another one `run.max_seconds` alone asks, and no iteration is dropped.
+    The first SIGTERM or SIGHUP requests a stop, and so does the end of `run.max_seconds`. An iteration that has not
+    ended `run.grace_s` later is dropped: `Terminated` is raised in the main thread. A second signal raises it at once.
+    Only the main thread may handle signals. In another thread only `run.max_seconds` requests a stop, and no iteration
+    is dropped.
 
     Args:
         config: `[run]`.

@@ -69,8 +69,8 @@ class SupervisedInputs(ModelInputs):
     def count_tokens(self, names: Sequence[str]) -> tuple[int, int]:
         """Returns tokens of a prompt and of a response for which a run is planned.
 
-        They are the longest prompt and the longest response of the named data sets, which may be of two rows. No row
-        exceeds the smallest context, and neither does their sum: the prompt is cut to it.
+        They are the longest prompt and the longest response of the named data sets; the two may belong to different
+        rows. No row exceeds the smallest context, and neither does their sum: the prompt is cut to it.
         """
         sets: list[SupervisedDataset] = [getattr(self, name) for name in names]
         response = max(data.max_response_tokens for data in sets)

@@ -27,7 +27,7 @@ SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
 
 
 def on_device(method: Method) -> Method:
-    """For a worker's method that needs its model: an offloaded one is on its device while it runs."""
+    """Decorates a worker's method that needs its model: an offloaded model is on its device while the method runs."""
 
     @wraps(method)
     def call(self: ModelWorker, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class ModelWorker(Worker):
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
     def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
-        """Goes on from what `save_state` wrote, under any layout; see `TrainBackend.load_state`.
+        """Continues from a state of `save_state`, under any layout; see `TrainBackend.load_state`.
 
         Args:
             path: of the directory.

@@ -106,7 +106,7 @@ class TrainedWorker(ModelWorker):
         return metrics
 
     def _telling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss with errors of our tree, which all ranks hear of before they wait for each other."""
+        """The loss with errors of our tree, which reach all ranks before the ranks wait for each other."""
         label = f"{self.context.role}.forward_backward"
 
         @functools.wraps(loss, updated=())

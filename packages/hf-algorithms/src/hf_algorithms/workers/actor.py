@@ -165,9 +165,9 @@ class ActorWorker(PolicyWorker):
     def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
         """`old_logprobs` of the response tokens, jagged [B, T], under the current weights.
 
-        Log-probs that are not finite end here, before they reach the critic. Where the engine's memory cannot be read,
-        samples of the current weights prove what it generates from, in every iteration: see
-        `hf_engine.check_logprobs`. (The first ones were looked at by the `HybridEngine`.)
+        Log-probs that are not finite are refused here, before they reach the critic. If the engine's memory cannot be
+        read, samples of the current weights prove, in every iteration, from which weights it generates: see
+        `hf_engine.check_logprobs`. (The first samples were checked by the `HybridEngine`.)
         """
         found = self._compute_logprobs(batch, temperature)
         if "rollout_logprobs" in batch:
@@ -206,7 +206,7 @@ class ActorWorker(PolicyWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def load_state(self, path: str, *, files: Sequence[StateFile] | None = None) -> LoadedState:
-        """Goes on from what `save_state` wrote, samples carry on with its weight version; see `ModelWorker`."""
+        """Continues from a state of `save_state`, whose weight version new samples carry on; see `ModelWorker`."""
         loaded = super().load_state(path, files=files)
         self._engine.weight_version = loaded.weight_version
         return loaded
@@ -277,8 +277,8 @@ def probe_adapters(
 ) -> None:
     """Sets every `B` to small random values, generates, compares, and brings every bit of `B` back.
 
-    The values grow until the trainer's log-probs are further than the bound from the base's. The sampler's must be
-    within the bound of the trainer's then. Collective over the ranks of the engine.
+    The values grow until the trainer's log-probs differ from the base's by more than the bound. Then the sampler's
+    log-probs must differ from the trainer's by no more than the bound. Collective over the ranks of the engine.
 
     Args:
         train: the training backend.

@@ -102,7 +102,7 @@ class _FunctionWorker(Worker):
         Further numbers are means over responses, those of `log_metric` over what was logged.
 
         `reward/NAME/unscorable` counts responses that the function did not score, `reward/NAME/failed` those of them
-        whose call met its deadline or ended its process. `reward/model/mean` is a model's.
+        whose call exceeded its deadline or ended its process. `reward/model/mean` is a model's.
         """
         found, self._sums = self._sums, {}
         self._is_drained = True
@@ -225,7 +225,7 @@ class RewardWorker(_FunctionWorker):
         """`scores` float32 [B]: the weighted sum of the functions' scores; NaN for a response without a score.
 
         A function that returns None or NaN for a response has no part in its sum. A response has no score where no
-        function of a weight other than 0 scores it, or a call met its deadline or ended its process. A reward
+        function of a weight other than 0 scores it, or a call exceeded its deadline or ended its process. A reward
         model's score times its weight is added to the sum.
 
         Args:
@@ -270,8 +270,8 @@ class RewardWorker(_FunctionWorker):
     def compute_metric(self, batch: TensorDict) -> TensorDict:
         """`metric_scores` float64 [B]: what the metric function counts for each response, or a model's scores.
 
-        A response whose call met its deadline or ended its process counts 0. NaN where the row has no answer and the
-        function returns None.
+        A response whose call exceeded its deadline or ended its process counts 0. NaN where the row has no answer and
+        the function returns None.
 
         Raises:
             RewardError: if the function raises, or does not return one number for each response to a row with an

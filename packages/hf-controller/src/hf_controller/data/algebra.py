@@ -76,7 +76,7 @@ class Chunk(_OfOne):
 
 @dataclass(frozen=True)
 class Repeat(_OfOne):
-    """Every row `times` times in a row: row r becomes rows r*times ... r*times+times-1."""
+    """Each row repeated `times` times: row r becomes rows r*times ... r*times+times-1."""
 
     times: int
 
@@ -137,7 +137,7 @@ class Concat(Expression):
 
     @classmethod
     def over(cls, children: Sequence[Expression], *parameters: Any) -> Expression:
-        """`children` one after another; of those that are concatenations themselves, the parts."""
+        """Concatenates `children`; a child that is a concatenation itself is replaced by its parts."""
         parts = [child.parts if isinstance(child, Concat) else (child,) for child in children]
         return cls(tuple(chain.from_iterable(parts)))
 
@@ -166,7 +166,7 @@ class Concat(Expression):
 
 @dataclass(frozen=True)
 class Union(Expression):
-    """The columns of two batches side by side, row by row; of a column on both sides the right one stays."""
+    """The columns of two batches side by side, row by row; of a column that both have, the right one is kept."""
 
     left: Expression
     right: Expression

@@ -15,13 +15,14 @@ _MIN_SPARE_BYTES = 4 * 2**20
 
 
 class BufferPool:
-    """Memory for joined rows, used again once nobody reads what was joined there.
+    """Memory for joined rows, reused once the rows that were joined there are no longer in use.
 
     New memory costs more than the copy into it: the kernel clears every page at its first touch, and may stall to find
     huge ones. A rank joins batches of about the same size at every step, so it keeps the blocks that came back.
 
     Args:
-        max_bytes: how much is kept at most; of more, what came back first is freed, and so is any larger block.
+        max_bytes: bound on the memory that is kept. Beyond it, the blocks that came back first are freed; so is any
+            block that is larger than the bound.
     """
 
     def __init__(self, max_bytes: int) -> None:

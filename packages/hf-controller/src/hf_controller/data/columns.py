@@ -1,8 +1,8 @@
 """Columns of one call: those of the method's registration, and those that its arguments declare.
 
 A loss or an estimator of a user's own reads and writes columns that the worker's method does not know. So an argument
-may have attributes `reads` and `writes`, tuples of column names. They are asked once, where the call is made, and
-travel with it.
+may have attributes `reads` and `writes`, tuples of column names. These attributes are read once, where the call is
+made, and travel with the call.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class CallColumns(NamedTuple):
 
     Attributes:
         reads: columns that travel, of the registration and of arguments; None for all.
-        writes: columns that the method returns; None if nobody says.
+        writes: columns that the method returns; None if unknown.
         readers: what each argument reads.
-        writer: class of the argument that says what the method returns; None if the registration does.
+        writer: class of the argument that declares the returned columns; None if the registration declares them.
     """
 
     reads: tuple[str, ...] | None
@@ -78,7 +78,7 @@ def columns_of(columns: CallColumns | None, spec: MethodSpec) -> CallColumns:
 def find_columns(spec: MethodSpec, arguments: Iterable[Any], what: str) -> CallColumns | None:
     """Asks the arguments of a call which columns they read and write.
 
-    Only an argument itself is asked, not what is inside a list or dict, nor an object that another call returns.
+    Only the arguments themselves are asked: not the items of a list or dict, nor an object that another call returns.
 
     Args:
         spec: the method's registration.
@@ -86,11 +86,11 @@ def find_columns(spec: MethodSpec, arguments: Iterable[Any], what: str) -> CallC
         what: role.method, for messages.
 
     Returns:
-        None where no argument declares columns that matter: the call's columns are as registered.
+        None if no argument declares columns that matter: the call's columns are then as registered.
 
     Raises:
-        ProtocolError: for a declaration that is not a tuple of column names, or where not exactly one argument says
-            what a method writes that is registered with `FROM_ARGUMENT`.
+        ProtocolError: for a declaration that is not a tuple of column names. Also if the method is registered with
+            `FROM_ARGUMENT` and not exactly one argument declares `writes`.
     """
     given = [value for value in arguments if type(value) not in _PLAIN_TYPES]
     readers = tuple(_find_declared("reads", given, what))
@@ -123,7 +123,7 @@ def _find_declared(name: str, given: Iterable[Any], what: str) -> list[Declared]
     return [
         Declared(_name_class(value), _ask(value, name, what))
         for value in given
-        # Only true attributes count: a mapping with every attribute declares nothing.
+        # Only true attributes count: a mapping that returns a value for any attribute declares nothing.
         if getattr_static(value, name, _ABSENT) is not _ABSENT
     ]
 

@@ -87,7 +87,7 @@ class Segment:
 
 
 class Expression(ABC):
-    """A node of the tree. Each kind says how it follows from the nodes right below it; the walks are here.
+    """A node of the tree. Each kind defines how it follows from its children; the walks are in this class.
 
     `extents` must have every source below the node.
     """
@@ -172,7 +172,7 @@ class Expression(ABC):
         return list(order.values())
 
     def fold(self, rule: Callable[[Expression, list[Value]], Value]) -> dict[int, Value]:
-        """By each node's id, what `rule` makes of the node and of what it made of the node's children."""
+        """Maps each node's id to the result of `rule`, which gets the node and the results of its children."""
         values: dict[int, Value] = {}
         for node in self.walk():
             values[id(node)] = rule(node, [values[id(child)] for child in node.children()])
@@ -228,7 +228,7 @@ def _build(nodes: Sequence[tuple[type[Expression], Sequence[int], tuple[Any, ...
 
 @dataclass(frozen=True)
 class Wanted:
-    """Rows of some columns of a node; `names` maps what the reader calls a column to what the node calls it."""
+    """Rows of some columns of a node; `names` maps the reader's name of a column to the node's name."""
 
     node: Expression
     rows: RowSelection
@@ -360,7 +360,7 @@ def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection
 
 
 def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
-    """Refuses columns of different kinds as one, though torch would join some of them and take the first one's type."""
+    """Refuses to join columns of different kinds, although torch would join some of them with the type of the first."""
     kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
     if len(kinds) > 1:
         raise BatchError(

@@ -49,7 +49,7 @@ class PendingCall(Protocol):
         ...
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """Waits until every rank is done; the answer is the number of rows that each collected rank returned.
+        """Waits until every rank is done; returns the number of rows from each collected rank.
 
         Raises:
             HybridFlowError: of the class of the first rank that failed.
@@ -58,7 +58,7 @@ class PendingCall(Protocol):
         ...
 
     def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
-        """After waiting, what the collected ranks left, in collected order; with `position` the one at that place."""
+        """Waits; returns the collected ranks' outcomes in collected order, or with `position` only that one."""
         ...
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
@@ -134,7 +134,7 @@ class BatchFuture:
         return self._with(Rename(self._expression, tuple(names.items())))
 
     def union(self, other: BatchFuture) -> BatchFuture:
-        """Joins the columns of both, row by row; of a column on both sides that of `other` stays.
+        """Joins the columns of both batches, row by row; of a column that both have, that of `other` is kept.
 
         Both must have equally many rows.
         """
@@ -144,7 +144,8 @@ class BatchFuture:
         """Waits until the rows exist, without moving them.
 
         Args:
-            timeout_s: how long; by default until the calls' own deadlines, which end the groups that miss them.
+            timeout_s: how long to wait; by default until the calls' own deadlines. A group that misses its deadline is
+                ended.
 
         Raises:
             HybridFlowError: what a rank raised, of its own class where it is one of ours.
@@ -154,17 +155,17 @@ class BatchFuture:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows. Waits for the calls that it follows from; moves no tensor.
+        """Number of rows. Waits for the calls that the batch follows from; moves no tensor.
 
-        Of a union those are the calls behind its left side: the right side has as many rows, or the union fails where
-        it is read.
+        For a union, only the calls behind its left side are waited for: the right side must have as many rows, or the
+        union fails where it is read.
         """
         leading = self._expression.leading()
         return leading.num_rows(self._count_rows(leading, None))
 
     def result(self, timeout_s: float | None = None) -> TensorDict:
         """Fetches the batch to this process. The tensors may be views of memory that all readers of the batch share:
-        clone before writing in place, for nobody notices such a write here.
+        clone before writing in place, because such a write goes unnoticed here.
 
         Raises:
             BatchError: for rows or columns that do not exist.
@@ -194,7 +195,7 @@ class BatchFuture:
         return explained or LostResultError(f"{error}; the batch comes from {self._expression.describe_makers()}")
 
     def _count_rows(self, expression: Expression, timeout_s: float | None) -> dict[Source, Extent]:
-        """Waits for every source of `expression`; the columns of the answer are left out."""
+        """Waits for every source of `expression`; returns their numbers of rows, without columns."""
         ends_s = self._deadline_s(timeout_s)
         extents = {}
         for source in expression.sources():

@@ -251,7 +251,7 @@ class ShardCache:
         self._slices: dict[tuple[Shard, RowSelection], dict[str, CachedShard]] = {}
 
     def hold(self, wanted: Sequence[ColumnRead]) -> list[tuple[CachedShard, RowSelection]]:
-        """For each of `wanted` the arrays that have it, and its rows in them."""
+        """Returns, for each of `wanted`, the arrays that hold it and its rows in these arrays."""
         by_shard: dict[Shard, list[ColumnRead]] = {}
         for each in wanted:
             by_shard.setdefault(each.shard, []).append(each)
@@ -267,7 +267,7 @@ class ShardCache:
         ]
 
     def lengths(self, wanted: Sequence[ColumnRead]) -> list[torch.Tensor]:
-        """Tokens of every row of each one's shard; of far shards nothing else is fetched."""
+        """Returns the tokens per row of each one's shard; of shards on other machines nothing else is fetched."""
         far = [each for each in wanted if each.shard not in self._whole and self._store.is_far(each.shard.origin)]
         self._fetch([each.shard for each in wanted if each not in far], {})
         requests = [SliceRequest((), RowSelection.range(0, each.shard.num_rows), (_lengths_of(each),)) for each in far]
@@ -286,7 +286,7 @@ class ShardCache:
         return sorted({name for each in cached_shards for name, tensor in each.tensors.items() if tensor._version})
 
     def _pays_to_slice(self, shard: Shard, taken: Sequence[ColumnRead]) -> bool:
-        """Not for a shard that is taken as a whole: that one moves in one piece."""
+        """True for a shard on another machine, unless it is taken as a whole: a whole shard moves in one piece."""
         if shard in self._whole or not self._store.is_far(shard.origin):
             return False
         everything = RowSelection.range(0, shard.num_rows)
@@ -440,7 +440,7 @@ class Assembly:
 
 
 def _count_on(starts: _Integers, counts: _Integers) -> _Integers:
-    """For every run its start and the numbers after it, as many as it counts, one run after another."""
+    """Expands runs: for each run as many consecutive numbers as its count, from its start on, one run after another."""
     ends = counts.cumsum()
     within = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     found: _Integers = np.repeat(starts, counts) + within

@@ -51,14 +51,16 @@ class _Cut(NamedTuple):
 
 
 def prune(expression: Expression, reads: Collection[str], known: Mapping[int, _Known] | None = None) -> Expression:
-    """Returns an expression with the same rows and at least the columns that a call reads, which waits for no others.
+    """Returns an expression with the same rows and at least the columns that a call reads; it waits for no others.
 
-    A reward reads the responses; that values were joined to the same batch must not make it wait for the critic.
+    For example, a reward reads the responses: it must not wait for the critic because values were joined to the same
+    batch.
 
-    A name that ends in `?` is one that the call can do without, so that it is not looked for where it is not.
+    A name that ends in `?` is optional for the call, so it is not looked for where it is known to be absent.
 
-    One side of a union goes where the other has all that is wanted; that both sides have equally many rows is then
-    checked by the call that reads both. Columns are chosen and renamed whole where it is not known whether they exist.
+    One side of a union is dropped if the other has every wanted column; only a call that reads both sides then checks
+    that they have equally many rows. If it is unknown whether columns exist, a choice or renaming of them stays as it
+    is.
 
     Args:
         expression: the batch.
@@ -126,7 +128,7 @@ def _cut_union(union: Union, wanted: frozenset[str], from_right: _Known) -> _Cut
 
 
 def _cut_concat(concat: Concat, wanted: frozenset[str]) -> _Cut:
-    # Of one part more is cut away than of another, and all must have the same columns.
+    # Pruning may remove more columns from one part than from another, but all parts must have the same columns.
     columns = tuple(f"{name}?" for name in sorted(wanted))
     return _Cut(
         [_Task(part, wanted) for part in concat.parts],

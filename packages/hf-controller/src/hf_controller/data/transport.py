@@ -2,8 +2,8 @@
 
 A jagged column is its flat values plus one length per row; lengths that several columns have in common are stored once.
 Readers on the producer's machine see the arrays without a copy, so that a column they do not read costs nothing;
-readers elsewhere ask for the rows and columns they need. This module is the seam for another medium: any
-implementation of `ObjectStore` can carry batches.
+readers elsewhere ask for the rows and columns they need. Another medium can be plugged in here: any implementation of
+`ObjectStore` can carry batches.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ObjectStore(Protocol):
         ...
 
     def put(self, value: Any) -> Any:
-        """Stores a list of arrays for readers anywhere; the answer is its handle. Dropping every handle frees it."""
+        """Stores a list of arrays for readers anywhere and returns its handle. Dropping every handle frees it."""
         ...
 
     def get(self, handles: Sequence[Any], timeout_s: float) -> list[Any]:
@@ -111,10 +111,10 @@ class ObjectStore(Protocol):
         ...
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
-        """Waits until the values exist, or never will, without fetching them.
+        """Waits until the values exist or it is known that they never will, without fetching them.
 
         Raises:
-            WorkerTimeoutError: if that is not so in time.
+            WorkerTimeoutError: if neither is known in time.
         """
         ...
 
@@ -123,7 +123,7 @@ class ObjectStore(Protocol):
         ...
 
     def request(self, shard: Shard, request: SliceRequest) -> Any:
-        """Asks a far shard's process for a slice; the answer is the handle of a `SliceReply`."""
+        """Asks the process of a shard on another machine for a slice; returns the handle of a `SliceReply`."""
         ...
 
 
@@ -149,7 +149,7 @@ def take_slices(arrays: Sequence[Any], request: SliceRequest) -> SliceReply:
 
 
 def as_tensor(array: Any, dtype: str | None = None) -> torch.Tensor:
-    """View a stored array as a tensor, without a copy. Its memory is shared: read it, never write into it."""
+    """Views a stored array as a tensor, without a copy. The memory is shared: read it, never write into it."""
     import torch
 
     if array.flags.writeable:

@@ -1,4 +1,4 @@
-"""Common base of all executors: builds groups, and ends with their calls."""
+"""Common base of all executors: builds groups, and completes their calls when it is left."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ _check_protocol = Checks(ProtocolError)
 class Executor(Dispatcher):
     """Builds worker groups on pools and runs their calls. A context manager: leaving it closes everything.
 
-    Where the block ends without an exception, its calls end first: they are waited for one after another, as long as
-    their results would be, except those that were already reported as late. The first failure
-    that was not reported is then raised, with a note of the line that made the call. After an exception,
-    which stays the one that is raised, and in `close`, calls that are not over end at once. Failures are not
-    looked for then.
+    If the block ends without an exception, its calls are completed first. They are waited for one after another, each
+    as long as its result would be, except calls that were already reported as late. The first failure that was not
+    reported is then raised, with a note of the line that made the call.
+
+    After an exception, and in `close`, calls that are not over end at once, and failures are not looked for. The
+    exception stays the one that is raised.
 
     Attributes:
         trace: the spans of all calls.
@@ -52,9 +53,9 @@ class Executor(Dispatcher):
     ) -> dict[str, WorkerGroup]:
         """Builds one group per role on the pool's slots, and waits until every worker is constructed.
 
-        Without `wait` construction goes on in the background, so that several pools start together:
-        `wait_until_ready` then waits for all of them. A call on a group that is not ready waits for its turn.
-        After an error none of these groups is left; those that stood on the pool before stay.
+        Without `wait` construction goes on in the background, so that several pools start together: `wait_until_ready`
+        then waits for all of them. A call on a group that is not ready waits for its turn. After an error none of these
+        groups exists; groups that were on the pool before stay.
 
         Groups on one pool take turns. `fused` puts all of these roles into one process per slot, where they share
         the default process group; else each role has its own process per slot.
@@ -136,7 +137,7 @@ class Executor(Dispatcher):
             raise error from untold.exception
 
     def _finish_calls(self) -> None:  # nothing is left to do where a call is over when made
-        """Waits for the calls, and has the log of failures know why they failed, or that they are late."""
+        """Waits for the calls, and records in the failure log why they failed, or that they are late."""
 
     def put(self, batch: TensorDict) -> BatchFuture:
         """Stores a batch of this process, so that groups can read it.

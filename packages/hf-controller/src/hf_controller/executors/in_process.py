@@ -154,7 +154,7 @@ def _describe_uncopied(label: str, error: BaseException) -> ProtocolError:
 
 
 def _raise_interrupt(failure: Failure) -> None:
-    """Raises what came from outside: Ctrl-C is pressed for the whole program, and a method runs on its thread here."""
+    """Raises an interrupt such as Ctrl-C: it is meant for the whole program, on whose thread a method runs here."""
     if failure.exception is not None and not isinstance(failure.exception, Exception | SystemExit):
         raise failure.exception
 
@@ -162,10 +162,11 @@ def _raise_interrupt(failure: Failure) -> None:
 class InProcessExecutor(Executor):
     """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there.
 
-    A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which goes
-    when the executor is closed. The ranks of a larger group run one after another, with collective-free methods only: a
-    collective raises at once. An exception is raised, as on Ray, when the result is asked for; the worker's own
-    exception is its cause. The `environment` of a spec is not set: it would change the program's own.
+    A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
+    destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
+    methods only: a collective raises at once. An exception is raised, as on Ray, when the result is requested; its
+    cause is the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
+    environment.
 
     Args:
         device: where the workers' tensors live, for example `"cuda:0"`; None: the pool's kind.
@@ -272,7 +273,7 @@ class InProcessExecutor(Executor):
             )
 
     def _leave_default_group(self) -> None:
-        """Leaves the default group that was made here, once no group is left to use it: larger ones cannot have it."""
+        """Leaves the default group that was made here once no worker group uses it: larger ones cannot use it."""
         is_used = any(group.world_size == 1 and group.spec.worker.needs_process_group for group in self._hosts)
         if self._owns_default_group and not is_used:
             from torch import distributed
@@ -283,7 +284,7 @@ class InProcessExecutor(Executor):
     def _build_rank(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int, acting: _Acting
     ) -> _LocalRank:
-        """One rank of roles that share a process where there are any."""
+        """Builds one rank: the workers of all roles that share its process."""
         from hf_controller.executors.rank_runtime import RankRuntime, close_workers
 
         device = self._device_of(pool)
@@ -333,7 +334,7 @@ class InProcessExecutor(Executor):
         return _LocalCall(outcomes, reports, collected, self.failure_log)
 
     def _judge(self, group: WorkerGroup, reports: dict[int, CallReport]) -> dict[int, CallReport]:
-        """Marks a group as failed whose ranks would not have met any more; the reports with what is said of that."""
+        """Marks a group as failed if its ranks would not have met any more; returns the reports with a note of that."""
         failures = {rank: each.failure for rank, each in reports.items() if each.failure is not None}
         together = [each for each, hosts in self._hosts.items() if hosts is self._hosts[group]]
         meets_peers = any(each.spec.worker.needs_process_group for each in together)
@@ -360,7 +361,7 @@ class InProcessExecutor(Executor):
 
 @contextlib.contextmanager
 def _ranks_in_turn(world_size: int) -> Iterator[_Acting]:
-    """Around the ranks of a group: for each a block in which `torch.distributed` takes this process for it."""
+    """Yields a function from a rank to a block in which `torch.distributed` takes this process for that rank."""
     if world_size == 1:
         yield lambda rank: contextlib.nullcontext()
         return

@@ -49,7 +49,8 @@ _COLLECTIVES = (
 class RanksInTurn:
     """The ranks of a group, one after another in one process: a context manager around all of them.
 
-    They share one default process group. To make one for each rank would take each time in proportion to all ranks.
+    They share one default process group: making one for each rank would each time take time in proportion to the number
+    of ranks.
 
     Args:
         world_size: number of ranks.
@@ -67,7 +68,7 @@ class RanksInTurn:
 
     @contextmanager
     def acting(self, rank: int) -> Iterator[None]:
-        """Within it, `torch.distributed` says that this is `rank`, and every collective raises.
+        """Within the block, `torch.distributed` reports this process as `rank`, and every collective raises.
 
         Raises:
             ProtocolError: if the process already has a default group.

@@ -28,7 +28,7 @@ class RandomStream:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Within it the global generators go on where this rank left them; afterwards they are as before."""
+        """Within the block the global generators continue where this rank left them; afterwards they are as before."""
         outside = self._save()
         if self._states is not None:
             _restore(self._states)
@@ -64,7 +64,7 @@ def _restore(states: dict[str, Any]) -> None:
 
 
 def copy_object(value: Any) -> Any:
-    """A copy that shares nothing that can be changed with `value`; raises what its copying and pickling raise."""
+    """A copy that shares no mutable part with `value`; raises the errors of copying and pickling it."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
     with Caught():  # a tensor inside a graph can only be pickled

@@ -69,9 +69,9 @@ class _Inputs(NamedTuple):
 
 
 class CallShare:
-    """The tables and splits that all ranks of a call work out alike: once for ranks that run in one process.
+    """The tables and splits that are the same for all ranks of a call; ranks in one process compute them once.
 
-    It takes time that grows with the number of ranks, which ranks in processes of their own take each.
+    The time for this grows with the number of ranks. Ranks in separate processes each spend it.
 
     Args:
         spec: the method's registration.
@@ -320,7 +320,7 @@ def _check_unwritten(call: Call, reader: BatchReader) -> None:
 
 
 def _before_choice(expression: Expression, columns: CallColumns) -> Expression:
-    """Returns an argument as it is below the choice of the columns that the call reads, for errors that name all."""
+    """Returns an argument as it was before the call's columns were chosen, for errors that name all columns."""
     if columns.reads is None:
         return expression
     assert isinstance(expression, Select), "the controller chooses columns"

@@ -1,4 +1,4 @@
-"""A call as its ranks get it: what stands for batches and objects among its arguments, and what is refused at once."""
+"""A call as its ranks receive it: placeholders for batches and objects among its arguments, and checks made at once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class BatchArgument:
     """Stands for a batch in a call's arguments: each rank reads its own rows of the expression."""
 
     expression: Expression
-    """Of a call that says what it reads, a choice of these columns."""
+    """The batch; if the call declares what it reads, only these columns of it."""
     whole: bool = False
     """True if the rank takes every row, because the caller chose this batch for this rank."""
 
 
 @dataclass(frozen=True)
 class StoredArgument:
-    """Stands for another call's object: the rank looks it up."""
+    """Stands for the object that another call returned: the rank looks the object up."""
 
     handle: Any
 

@@ -55,7 +55,7 @@ class Rendezvous:
 
 
 def open_rendezvous(address: str, token: str) -> tuple[Rendezvous, Any]:
-    """Listens on a free port of `address`, which the system chooses. Keep the second answer alive."""
+    """Listens on a free port of `address`, chosen by the system. Keep the second returned value, the store, alive."""
     from torch import distributed
 
     listener = _listen(address)
@@ -119,7 +119,7 @@ def join_default_group(
 
 @contextmanager
 def plain_tracebacks() -> Iterator[None]:
-    """`sys.excepthook` as before: every new default group has it put its rank before each line, for ever."""
+    """Restores `sys.excepthook` afterwards: a new default group makes it put its rank before each line, for ever."""
     hook = sys.excepthook
     try:
         yield
@@ -166,7 +166,8 @@ def join_joint_group(
 def call_off(name: str, store: Any) -> None:
     """Wakes the ranks that wait for others in a joint group's `store`: they get an error.
 
-    It takes a moment, after which the store can go: a rank that finds none tries until its deadline.
+    This takes a moment, after which the store may be dropped. A rank that found no store would retry until its
+    deadline.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -175,7 +176,7 @@ def call_off(name: str, store: Any) -> None:
 
 
 def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
-    """Waits until every rank is here. The backend's own wait could not be called off."""
+    """Waits until every rank has arrived. The backend's own wait could not be cancelled."""
     ends_s = time.monotonic() + timeout_s
     store.add(_ARRIVED, 1)
     while (arrived := store.add(_ARRIVED, 0)) < world_size:
@@ -190,7 +191,7 @@ def _await_others(store: Any, world_size: int, timeout_s: float) -> None:
 
 
 def leave_joint_group(group: Any) -> None:
-    """Lets go of a joint group, with its threads and sockets; it needs no other rank for that."""
+    """Destroys a joint group with its threads and sockets; no other rank has to take part."""
     from torch import distributed
 
     distributed.destroy_process_group(group)
@@ -246,9 +247,10 @@ def _listen(address: str) -> socket.socket:
 
 
 def _choose_interface(rendezvous: Rendezvous | None, on_one_machine: bool) -> str | None:
-    """Gloo's own choice is where the machine's name leads, on many machines to the loopback interface.
+    """By default gloo uses the interface to which the machine's name resolves: on many machines the loopback interface.
 
-    On one machine that is right, and needs no name. Between machines it is the interface that reaches the rendezvous.
+    On one machine loopback is right, and no name has to be resolved. Between machines the right interface is the one
+    that reaches the rendezvous.
     """
     if sys.platform != "linux":
         return None
@@ -256,7 +258,7 @@ def _choose_interface(rendezvous: Rendezvous | None, on_one_machine: bool) -> st
 
 
 def _find_interface(address: str) -> str | None:
-    """Name of the interface by which this machine reaches the IPv4 `address`; None if that cannot be told."""
+    """Name of the interface by which this machine reaches the IPv4 `address`; None if it cannot be determined."""
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -78,7 +78,7 @@ class WorkerContext:
 
     @contextmanager
     def span(self, name: str, kind: str | None = None) -> Iterator[None]:
-        """Time a part of a method; the trace shows it inside the call's span.
+        """Measures the time of a part of a method; the trace shows the part inside the call's span.
 
         `kind` names the work for readers of the trace that do not know `name`: `"transition"` for weights on their way
         into the generation layout, `"generation"` for drawing responses.
@@ -94,14 +94,16 @@ class Worker:
     """Base class of workers. Methods marked with `hf_protocols.register` can be called through the group.
 
     A method gets its batch arguments as TensorDicts of its own rows, on the host. They are views of memory that all
-    readers of the batch share: read them, or clone before writing in place. A write reaches every reader at once;
-    torch's own (`add_`, `x[...] =`) end the call in an error afterwards, those through `.numpy()` or `.data`
-    go unnoticed. When the constructor runs, the default process group of
-    `torch.distributed` joins the group's ranks (gloo on CPU, nccl on GPU).
+    readers of the batch share: read them, or clone before writing in place. A write reaches every reader at once. After
+    a write by torch's own operations (`add_`, `x[...] =`) the call fails; writes through `.numpy()` or `.data` go
+    unnoticed.
+
+    When the constructor runs, the default process group of `torch.distributed` already joins the group's ranks (gloo on
+    CPU, nccl on GPU).
     """
 
     needs_process_group: ClassVar[bool] = True
-    """False spares a worker that calls no collective the default process group."""
+    """Set to False in a worker that calls no collective: no default process group is then made for it."""
 
     def __init__(self, context: WorkerContext, **kwargs: Any) -> None:
         if kwargs:
@@ -137,8 +139,9 @@ def construct_worker(spec: WorkerSpec, context: WorkerContext) -> Worker:
 def as_pieces(method: Method) -> Method:
     """Gives a registered method each batch argument as a list of TensorDicts, none of them a copy.
 
-    A batch whose rows come from several producers is copied into one; a method that works through its rows piece by
-    piece anyway can do without. Together the pieces have the batch's rows, in order; there is at least one.
+    Without this mark, a batch whose rows come from several producers is copied into one TensorDict. A method that works
+    through its rows piece by piece does not need this copy. Together the pieces have the batch's rows, in order; there
+    is at least one piece.
     """
     setattr(method, _PIECES, True)
     return method

@@ -1,8 +1,8 @@
 """A worker group: all ranks of one role, called as one object; `connect` joins two of them.
 
-A call becomes a message for each rank, with no more of its batches than it reads, and a future. What a call returns is
-known before it ran where its method was registered with `writes`. There mistakes in columns are found at once, those in
-columns that the call does not read too; elsewhere the reader of the batch finds them.
+A call becomes a message for each rank, with no more of its batches than it reads, and a future. If its method was
+registered with `writes`, the columns that a call returns are known before it runs. Mistakes in columns are then found
+at once, including those in columns that the call does not read. Otherwise the reader of the batch finds them.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ __all__ = ["Dispatcher", "WorkerGroup", "build_calls", "compute_called_ranks", "
 
 
 class WorkerGroup:
-    """All ranks of one role. Its registered methods are called like a single object's, and answer at once.
+    """All ranks of one role. Its registered methods are called like those of a single object, and return at once.
 
     `group.method(*args, **kwargs)`: TensorDicts and BatchFutures among the arguments are distributed to the ranks by
     the method's protocol; everything else reaches every rank as it is. Arguments that the method does not take are a
-    ProtocolError at once. The answer is a
-    `BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is registered.
+    ProtocolError at once. The result is a `BatchFuture`, MetricsFuture, ListFuture or ObjectFuture, as the method is
+    registered.
 
     Calls of one group, and of groups on one pool, run in the order in which they were made.
     """
@@ -241,7 +241,7 @@ class _CallPart:
 
 
 def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:
-    """The ranks that take part in a call, however many rows it has: that is often known only after it is made."""
+    """The ranks that take part in a call with any number of rows, which is often unknown when the call is made."""
     return tuple(range(topology.world_size)) if protocol.called == "all" else protocol.collect(topology).ranks
 
 
@@ -360,9 +360,9 @@ _check = Checks(ProtocolError)
 def connect(first: WorkerGroup, second: WorkerGroup, *, name: str | None = None) -> str:
     """Joins the ranks of two disjoint groups in one process group, and waits until they met.
 
-    Their workers find it in `self.context.connections[name]`. When one group ends, in `rebuild` say, the other
-    leaves the connection, and its name is free; so it is after an error. Joint ranks count `first`'s ranks, then
-    `second`'s.
+    Their workers find it in `self.context.connections[name]`. When one group ends, for example in `rebuild`, the other
+    group leaves the connection. The name is then free again, as it is after an error. Joint ranks count `first`'s
+    ranks, then `second`'s.
 
     Args:
         first: a group.

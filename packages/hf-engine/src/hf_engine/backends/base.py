@@ -67,7 +67,7 @@ class TrainBackend(Protocol):
 
     @property
     def compute_dtype(self) -> str:
-        """Of forward and backward passes, by torch's name; weights may be kept in another one."""
+        """The dtype of forward and backward passes, by torch's name; weights may be kept in another dtype."""
         ...
 
     @property
@@ -133,12 +133,12 @@ class TrainBackend(Protocol):
 
         Args:
             batch: this rank's rows: `prompt_ids`, `response_ids` and every column that `loss_fn` reads.
-            loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the
-                response tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the
-                micro-batch holds every jagged column of the batch padded with 0 (False), dense columns as they are,
-                and `response_mask`, bool: the batch's own, which may be False between tokens that count, else True on
-                all response tokens. `loss_sum` is a tensor of one number, a metric a pair of numbers (or tensors of
-                one), `(sum, count)`, under any name but those that the step adds.
+            loss_fn: `loss_fn(outputs, micro_batch) -> (loss_sum, metrics)`. Both are padded to [b, T] over the response
+                tokens: outputs hold `logprobs` (and `entropy`), or `values` for a value head; the micro-batch holds
+                every jagged column of the batch padded with 0 (False), dense columns as they are, and `response_mask`,
+                bool: the batch's own, which may be False between tokens that count, else True on all response tokens.
+                `loss_sum` is a tensor with one number. A metric is a pair `(sum, count)` of numbers, or of tensors with
+                one number, under any name except those that the step adds.
             denominator: global, the same on every rank, such as the tokens that count on all ranks.
             temperature: divides the logits; give the sampler's.
             entropy: adds `entropy` [b, T] to the outputs, in nats; it costs a backward pass nothing unless a loss uses
@@ -147,11 +147,11 @@ class TrainBackend(Protocol):
                 `candidate_ids`, jagged [B, tokens, k]; a token outside of the vocabulary has -inf.
 
         Returns:
-            This rank's metrics summed over micro-batches, and those of `optim_step`. For a step that is left out, those
-            of `optim_step` alone.
+            This rank's metrics summed over micro-batches, and the metrics of `optim_step`. For a step that is left out,
+            only the metrics of `optim_step`.
 
         Raises:
-            BatchError: on every rank, if none has a row.
+            BatchError: on every rank, if no rank has a row.
             NonFiniteLossError: as `optim_step` does.
             BackendError: for a loss without gradient, or metrics of another kind; if another rank failed, died or did
                 not come within the deadline of the process groups, which is that of the default group.
@@ -170,9 +170,9 @@ class TrainBackend(Protocol):
     ) -> Metrics:
         """Adds the gradients of a loss to those that wait for `optim_step`; arguments are those of `train_step`.
 
-        Calls add up: two of them with one denominator have the gradients of one with both batches. Between calls a
-        model may score, generate, be saved, offloaded and reloaded: the weights are still those of the last step. A
-        load drops the gradients, which were of other weights.
+        Calls add up: two calls with the same denominator give the gradients of one call with both batches. Between
+        calls a model may score, generate, be saved, offloaded and reloaded: the weights are still those of the last
+        step. A load drops the gradients, which were of other weights.
 
         Returns:
             This rank's metrics summed over micro-batches.
@@ -183,11 +183,11 @@ class TrainBackend(Protocol):
         ...
 
     def optim_step(self) -> Metrics:
-        """Takes one optimizer step on the gradients that wait, and drops them, also where the step is refused.
+        """Takes one optimizer step on the gradients that wait, and drops the gradients, also if the step is refused.
 
         Returns:
-            `grad_norm` (before clipping) and `learning_rate`. With `on_nonfinite = "skip"` also `skipped_nonfinite`: 0,
-            or of a step that is left out 1 and nothing else.
+            `grad_norm` (before clipping) and `learning_rate`. With `on_nonfinite = "skip"` also `skipped_nonfinite`,
+            which is 0. A step that is left out returns only `skipped_nonfinite`, which is 1.
 
         Raises:
             BackendError: if no gradients wait.
@@ -227,19 +227,19 @@ class TrainBackend(Protocol):
     def save_state(
         self, directory: str | Path, *, background: bool = False, weight_version: int = 0, apart: bool = False
     ) -> None:
-        """Writes what training goes on from. Collective.
+        """Writes the state from which training can continue. Collective.
 
-        That is weights as they are trained (of a model with adapters the adapters, and the digest of their base),
-        persistent buffers, the optimizer's moments, steps and learning rate, and each rank's random numbers. Tensors
-        are safetensors under Hugging Face names, each element once over all ranks; all else is in `state.json`.
+        The state has the weights as they are trained (for a model with adapters: the adapters, and the digest of their
+        base), persistent buffers, the optimizer's moments, steps and learning rate, and each rank's random numbers.
+        Tensors are safetensors under Hugging Face names, each element once over all ranks; all else is in `state.json`.
 
         Args:
             directory: new or empty, on a file system that all ranks share.
             background: returns when everything is copied to host memory, and writes in a thread. `finish_state` has to
                 be called before the next save.
             weight_version: kept for the caller, who gets it back from `load_state`.
-            apart: a state of its own: one that is still written in the background, and what `finish_state` returns,
-                stay as they are. Not together with `background`.
+            apart: writes a separate state: a save that still runs in the background, and the result of `finish_state`,
+                stay as they are. Cannot be combined with `background`.
 
         Raises:
             StateError: on every rank, for a directory that is not empty or differs between ranks, a save that was not
@@ -248,7 +248,7 @@ class TrainBackend(Protocol):
         ...
 
     def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
-        """Waits until the files of the last `save_state` are on disk; this rank's files with their digests. Collective.
+        """Waits until the files of the last `save_state` are on disk; returns this rank's with digests. Collective.
 
         Args:
             timeout_s: deadline; None: that of the process group.
@@ -260,7 +260,7 @@ class TrainBackend(Protocol):
         ...
 
     def load_state(self, directory: str | Path, *, files: Sequence[StateFile] | None = None) -> LoadedState:
-        """Goes on from what `save_state` wrote, on any number of ranks, in any layout, by any backend. Collective.
+        """Continues from a state of `save_state`, on any number of ranks, in any layout, with any backend. Collective.
 
         Only the byte ranges that a rank holds are read, and nothing is unpickled. Hyperparameters stay those that the
         model was built with; a rate of `set_learning_rate` comes back. Random numbers are restored in the layout of
@@ -279,9 +279,9 @@ class TrainBackend(Protocol):
     def offload(self, *, weights: bool = False) -> int:
         """Moves what only training needs from the device to the host, so that something else fits on the device.
 
-        That is AdamW's moments, the float32 masters where they are not the weights themselves, and gradients that wait
-        for `optim_step`. Scoring still works. On a CPU all of it is on the host already: nothing moves and the answer
-        is 0.
+        This covers AdamW's moments, the float32 masters if they are not the weights themselves, and gradients that wait
+        for `optim_step`. Scoring still works. On a CPU all of this is on the host already: nothing moves, and 0 is
+        returned.
 
         Args:
             weights: the weights too; then nothing may read them, views from `local_weights` included. Views are
@@ -296,7 +296,7 @@ class TrainBackend(Protocol):
         ...
 
     def reload(self) -> None:
-        """Takes back what `offload` gave up, bit by bit; does nothing where nothing is offloaded."""
+        """Restores everything that `offload` moved, bit for bit; does nothing if nothing is offloaded."""
         ...
 
     def close(self) -> None:
@@ -325,7 +325,7 @@ class RolloutBackend(Protocol):
         ...
 
     def commit_weights(self, version: int) -> None:
-        """Declares the weights complete: the next samples carry this version, caches of older ones are dropped."""
+        """Declares the weights complete: the next samples carry this version; caches of older versions are dropped."""
         ...
 
     def generate(self, batch: TensorDict, sampling: SamplingParams) -> TensorDict:
@@ -355,8 +355,8 @@ class RolloutBackend(Protocol):
         ...
 
     def resume(self) -> None:
-        """Takes the memory again. Weights that can be written in place must be sent again before the next generation;
-        an engine that loads shards has kept its own.
+        """Allocates the released memory again. Weights that can be written in place must be sent again before the next
+        generation; an engine that loads shards has kept its weights.
         """
         ...
 

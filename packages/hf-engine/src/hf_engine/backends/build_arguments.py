@@ -26,7 +26,7 @@ def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
 
 
 def check_rollout_arguments(topology: object, seed: object) -> None:
-    """Refuses other kinds in the places of a topology and a seed.
+    """Refuses values of other types as topology or seed.
 
     Raises:
         BackendError: naming what was given and what is wanted.
@@ -56,7 +56,7 @@ def check_train_arguments(
     scores: bool = False,
     adapts: bool = False,
 ) -> None:
-    """Refuses other kinds in the places of what a training backend takes.
+    """Refuses values of other types as arguments of a training backend.
 
     Args:
         topology: of the ranks.

@@ -53,26 +53,26 @@ class SupportsWeightBuffers(Protocol):
 
 @runtime_checkable
 class SupportsWeightAdoption(Protocol):
-    """A rollout backend with weight buffers that can compute with training tensors: what both hold alike is lent."""
+    """A rollout backend with weight buffers that can compute with training tensors: equal ones are lent to it."""
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors in the place of those that it has under these names, without a copy.
 
         Args:
             weights: by Hugging Face name, in the shape, dtype, strides and on the device of `weight_buffers()`. They
-                are read only; the next call takes them back and gives the backend's own. What shares a storage there
-                shares one here, in the same places, and comes in one call.
+                are read only; the next call takes them back and passes the backend's own tensors. Tensors that share a
+                storage in `weight_buffers()` share one here too, at the same places, and are passed in one call.
         """
         ...
 
 
 @runtime_checkable
 class SupportsShardLoading(Protocol):
-    """A rollout backend that keeps its weights itself, packed for its kernels or elsewhere, and is fed with shards.
+    """A rollout backend that keeps its weights itself, packed for its kernels or in another place, fed with shards.
 
     One update is `begin_weights()`, `load_shards(...)` until every parameter of this rank was there, and
-    `commit_weights(version)`. An update that was begun and not committed leaves weights that nobody can generate from,
-    until another one is.
+    `commit_weights(version)`. After an update that was begun and not committed, nothing can be generated until another
+    update is committed.
     """
 
     @property
@@ -96,7 +96,8 @@ class SupportsShardLoading(Protocol):
 
         Args:
             shards: by Hugging Face name, one tensor per box, in the order of `weight_layout()`. They are handed over:
-                nobody else writes to them, and the engine lets go of them when the update is committed at the latest.
+                nothing else writes to them, and the engine drops its references when the update is committed at the
+                latest.
 
         Raises:
             ReshardError: for a name that is not a parameter of this rank or came before, or tensors that are not the
@@ -141,7 +142,7 @@ class SupportsPadding(Protocol):
     """A training backend with memory next to its weights that only computation needs."""
 
     def padding(self) -> Sequence[torch.Tensor]:
-        """Tensors whose storages hold nothing of worth and no weight, as what FSDP2 has for a rank without rows.
+        """Tensors whose storages hold neither weights nor other needed data, as FSDP2 has for a rank without rows.
 
         Their storages are resizable and stay the same. A transition that moves the weights frees them, and brings them
         back filled with zeros.
@@ -167,7 +168,7 @@ class SupportsEngineSampling(Protocol):
     """
 
     def find_unsupported(self, sampling: SamplingParams) -> str | None:
-        """Returns the reason why `generate` refuses to draw so, with the knob; None if it does not refuse.
+        """Returns why `generate` refuses this sampling, with the setting to change; None if it does not refuse.
 
         It never refuses the full distribution at temperature 1, nor `greedy` there.
         """
@@ -196,7 +197,7 @@ class SupportsLayoutCheck(Protocol):
 class SupportsOptionCheck(Protocol):
     """A rollout backend that knows from its class alone which options `build` refuses on every machine.
 
-    Runs are planned elsewhere, and an earlier run's files go before ranks start: both ask this first.
+    Runs are planned on other machines, and an earlier run's files are removed before ranks start: both ask this first.
     """
 
     @classmethod
@@ -297,8 +298,8 @@ class SupportsAdapterCheck(Protocol):
 class SupportsAdapters(Protocol):
     """A training backend whose model has a frozen base and trains low-rank adapters.
 
-    `export_hf`, and by default `weight_layout` and `local_weights`, are of the merged model. The base is never written:
-    merged weights are made from it each time.
+    `export_hf`, and by default `weight_layout` and `local_weights`, describe the merged model. The base is never
+    changed: merged weights are computed from it each time.
     """
 
     @property
@@ -318,12 +319,12 @@ class SupportsAdapters(Protocol):
 
     @property
     def base_changes(self) -> int:
-        """Grows whenever the base is written, alike on all ranks. While it stays an engine needs the adapters alone."""
+        """Grows whenever the base is written, alike on all ranks. Until it grows, an engine needs only the adapters."""
         ...
 
     def perturbed_adapters(self, *, seed: int, std: float) -> AbstractContextManager[None]:
-        """Inside, every `B` is normal noise of this standard deviation, alike on all ranks; afterwards every bit of the
-        adapters is back. `weight_changes` grows on both ends.
+        """Inside the block, every `B` is normal noise of this standard deviation, alike on all ranks. Afterwards the
+        adapters are restored bit for bit. `weight_changes` grows at both ends of the block.
         """
         ...
 
@@ -342,7 +343,7 @@ class SupportsAdapters(Protocol):
 
 @runtime_checkable
 class SupportsUnmergedAdapters(Protocol):
-    """A rollout backend whose `build` takes `lora`, and whose layout then has adapters apart, unmerged."""
+    """A rollout backend whose `build` takes `lora`, and whose layout then has the adapters separately, unmerged."""
 
     @classmethod
     def find_adapter_refusal(

@@ -204,7 +204,7 @@ def read_candidates(batch: TensorDict, lengths: torch.Tensor) -> Ragged:
 
 
 def _refuse_strangers(ids: Ragged, name: str, vocab_size: int) -> None:
-    """Looks again at each row: what lies between them is nobody's."""
+    """Checks each row by itself: values between the rows belong to no row."""
     for row, (start, length) in enumerate(zip(ids.starts.tolist(), ids.lengths.tolist(), strict=True)):
         values = ids.values[start : start + length]
         strangers = values[(values < 0) | (values >= vocab_size)]

@@ -1,4 +1,4 @@
-"""SGLang's platform on machines without a GPU: plain torch, which its own CPU platform's kernels do not come for."""
+"""SGLang's platform on machines without a GPU, for plain torch: SGLang's own CPU platform has no kernels for it."""
 
 from __future__ import annotations
 

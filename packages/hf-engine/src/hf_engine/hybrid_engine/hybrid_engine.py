@@ -48,9 +48,9 @@ class HybridEngine:
     """Moves the weights of a training backend into a rollout backend on the same ranks (paper, section 5).
 
     Where both have one dtype the training shard is moved, not copied. During generation a rank holds its generation
-    shard alone. Afterwards the training weights are back, bit by bit, and the generation shard is freed. Training
-    weights of another dtype (float32 masters of a bfloat16 model) stay, and so do those of an engine that keeps its
-    weights itself. It is fed with the rank's shards, some at a time, with low-rank adapters as such or merged.
+    shard alone. Afterwards the training weights are back, bit for bit, and the generation shard is freed. Training
+    weights of another dtype (float32 masters of a bfloat16 model) stay in place. They also stay if the engine keeps its
+    weights itself: it is then fed with the rank's shards, some at a time, with low-rank adapters separate or merged.
 
     Example:
         with engine.generation():
@@ -66,8 +66,8 @@ class HybridEngine:
             moves nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
 
     Raises:
-        BackendError: if the rollout backend does neither, has another topology, or `"move"` is asked for between
-            dtypes or with an engine that keeps its weights itself.
+        BackendError: if the rollout backend neither exposes its weights nor loads shards, or has another topology; or
+            if `"move"` is requested between dtypes or with an engine that keeps its weights itself.
         ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
     """
 
@@ -131,12 +131,14 @@ class HybridEngine:
         Where the training weights are moved or offloaded, the training backend refuses what needs them inside the
         block. They are back when it ends. Where both are kept, nothing moves if the training weights did not change.
 
-        An engine that keeps its weights itself is asked what no digest can see: when the first block that generated
-        ends, and the first after the weights changed, the training backend scores some samples again.
+        No digest can check an engine that keeps its weights itself, so its samples are checked. The training backend
+        scores some of them again when the first block that generated ends, and when the first one after a change of the
+        weights ends.
 
         Raises:
-            ReshardError: on all ranks, if weights of some ranks only changed, tensors do not match, bytes differ from
-                those that were sent, or samples are not those of the training weights, which are intact.
+            ReshardError: on all ranks, if the weights changed on some ranks only, tensors do not match, bytes differ
+                from those that were sent, or samples are not those of the training weights. The training weights are
+                intact then.
             BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
@@ -173,7 +175,7 @@ class HybridEngine:
         self._is_current = self._is_generating = True
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Leaves a block; what it raised is never replaced by what the way back raises."""
+        """Leaves a block; an error of the block is never replaced by an error of moving the weights back."""
         self._is_generating = False
         if error is None:
             self._way.leave(failed=False)

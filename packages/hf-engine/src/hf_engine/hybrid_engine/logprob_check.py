@@ -1,7 +1,8 @@
 """Check by log-probs that a rollout engine generates from the weights that it was given. Pure.
 
-Digests prove what arrived in memory that can be read. An engine that packs its weights away can only be asked: the
-log-probs of its samples, recomputed by the training backend, agree up to rounding where the weights are the same.
+Digests prove which bytes arrived in memory that can be read. An engine that packs its weights away can only be checked
+by its samples: if the weights are the same, the log-probs of the samples agree with those that the training backend
+computes, up to rounding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Some samples of an engine whose memory nobody can read, scored again: it generates from the weights it was sent."""
+"""Checks an engine whose memory cannot be read: some samples are scored again, to see that it uses the weights sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["SamplerCheck"]
 
 _NUM_ROWS, _NUM_TOKENS = 4, 64
-"""Of each rank, and of each response the first ones: some tokens suffice to distinguish other weights from rounding."""
+"""Samples of each rank, and first tokens of each response: some suffice to distinguish other weights from rounding."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class _Sample:
 
 
 class SamplerCheck:
-    """Samples of this rank and, when all ranks leave a block, what the training backend says of them.
+    """Keeps samples of this rank; when all ranks leave a block, the training backend scores them.
 
-    An engine may have read the first weights from their files. So it is asked twice: at first, and once these changed.
+    An engine may have read the first weights from their files, so it is checked twice: at first, and after a change.
 
     Args:
         train: the training backend, on all ranks of the topology.
@@ -58,7 +58,7 @@ class SamplerCheck:
         self._last: int | None = None
 
     def begin(self) -> None:
-        """Forgets samples of an earlier block; those of this one are of the weights as they are now."""
+        """Forgets samples of an earlier block; samples of this block belong to the current weights."""
         self._samples, self._now = [], self._train.weight_changes
 
     @property
@@ -93,14 +93,14 @@ class SamplerCheck:
     def _score(self, told: Sequence[list[_Sample]]) -> None:
         try:
             check = self._score_again(self._rows_of_this_rank(told))
-        except BatchError:  # on all ranks: the shortest prompts are too long to be trained on, so nobody will
+        except BatchError:  # on all ranks: even the shortest prompts are too long to be trained on
             return
         with together("nothing was trained on these samples", error=ReshardError):
             check()
         self._last = self._now
 
     def _rows_of_this_rank(self, told: Sequence[list[_Sample]]) -> list[_Sample]:
-        """Ranks that train on the same rows score the same ones; one without rows scores others', to be in step."""
+        """Ranks that train on the same rows score the same samples; one without any scores others', to be in step."""
         (first, *_) = (samples for samples in told if samples)
         data_ranks = [self._topology.coordinate(rank).dp for rank in range(len(told))]
         own = data_ranks[dist.get_rank()]
@@ -108,7 +108,7 @@ class SamplerCheck:
         return [one for one in rows if one.temperature == first[0].temperature] or first
 
     def _score_again(self, samples: Sequence[_Sample]) -> Callable[[], object]:
-        """Scores samples, and returns what compares the scores with the sampler's. Collective."""
+        """Scores samples, and returns a function that compares the scores with the sampler's. Collective."""
         from tensordict import TensorDict
 
         columns = {"prompt_ids": _jagged([one.prompt for one in samples])}

@@ -89,8 +89,8 @@ class StreamedTransition(WeightTransition):
     def leave(self, *, failed: bool) -> None:
         """Gives the memory back to training.
 
-        An engine may free its own together with other ranks, which a rank that failed alone must not wait for: it frees
-        it after the next block.
+        An engine may free its memory together with other ranks. A rank that failed alone must not wait for them: the
+        memory is then freed after the next block.
         """
         try:
             if not failed:

@@ -47,15 +47,15 @@ class TransitionMemory:
     host_bytes: int
     """On the host: the training shard when offloaded; when moved, copies of what only training holds, and padding."""
     peak_bytes: int
-    """The most bytes of training and generation weights that are live at once on the way into generation, in it and on
-    the way back. Where the training shard is moved a parameter is there twice while it is copied: this may pass the
-    generation shard, by the largest training storage at most or by what one bucket brings; where the engine stacks the
-    experts of a layer by such a stack, too. What both layouts hold alike is lent to an engine of
-    `SupportsWeightAdoption`, and is never there twice. Where it is moved the padding of a training backend of
-    `SupportsPadding` counts, too."""
+    """The most bytes of training and generation weights that are live at once: on the way into generation, during it,
+    and on the way back. If the training shard is moved, a parameter exists twice while it is copied. The peak may then
+    exceed the generation shard, by the largest training storage at most or by the contents of one bucket; if the engine
+    stacks the experts of a layer, also by such a stack. Parts that both layouts hold alike are lent to an engine of
+    `SupportsWeightAdoption`, and never exist twice. If the training shard is moved, the padding of a training backend
+    of `SupportsPadding` counts, too."""
     staging_bytes: int
-    """Communication buffers, kept for the engine's lifetime; and for an engine that keeps its weights itself the shards
-    on their way into it, with what it needs to take them."""
+    """Communication buffers, kept for the engine's lifetime. For an engine that keeps its weights itself also the
+    shards on their way into it, and the memory that it needs to take them."""
 
 
 class MovedWeights(NamedTuple):
@@ -96,7 +96,7 @@ class WeightTransition(ABC):
     def enter(self, version: int, *, moves: bool) -> MovedWeights:
         """Leaves the rollout backend ready to generate from the training weights. Collective where they move.
 
-        After an error nothing is known of the weights that the rollout backend holds: `leave`, and move them next time.
+        After an error the weights of the rollout backend are unknown: call `leave`, and move the weights next time.
 
         Args:
             version: of the weights.

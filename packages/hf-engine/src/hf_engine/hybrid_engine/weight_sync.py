@@ -1,4 +1,4 @@
-"""The general transition: weights go from training ranks to generation ranks that are others, by the same plans."""
+"""The general transition: weights go from training ranks to separate generation ranks, by the same plans."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class WeightSync:
             `SupportsBuffers`. Those of the first source rank come with the weights, each in its own dtype.
 
     Raises:
-        ReshardError: on every rank, if a side has no ranks, or other ranks than its layout, the layouts or buffers are
-            not of one model or differ between the ranks of a side, or any rank was given an argument that cannot be.
+        ReshardError: on every rank, if a side has no ranks or other ranks than its layout, or if any rank was given an
+            invalid argument. Also if the layouts or buffers are not those of one model, or differ between the ranks of
+            a side.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class WeightSync:
         return transfer
 
     def receive(self, buffers: Weights, *, version: int | None = None) -> int:
-        """Receives weights into this rank's tensors, be it none; the version that the source's ranks sent.
+        """Receives weights into this rank's tensors, if it has any; returns the version that the source's ranks sent.
 
         Args:
             buffers: this rank's tensors in the target layout; written in place.
@@ -145,7 +146,7 @@ class WeightSync:
                 buffer.copy_(sent)
 
     def _agreed(self) -> AbstractContextManager[object]:
-        """A block of checks that all ranks of both sides get through, or none."""
+        """A block of checks that either all ranks of both sides pass or none."""
         members = range(dist.get_world_size(self._group))
         return together("no weights were moved", self._group, error=ReshardError, device=self._device, ranks=members)
 

@@ -13,7 +13,7 @@ __all__ = ["errors_of", "one_line"]
 
 
 _MOST_REASON = 300
-"""Characters of another library's message, which says more than the value that it is about."""
+"""Most characters that are kept of another library's message, which says more than the value that it is about."""
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def errors_of(library: str, what: str, *, advice: str = "") -> Iterator[None]:
     Parsers of transformers, tokenizers and safetensors raise `KeyError`, `AttributeError`, `TypeError` and bare
     `Exception` of damaged files, and extensions in Rust panic with an exception that is not an `Exception`.
 
-    Its warnings are not shown: what they are about was checked before, or is in the error.
+    Warnings of the library are not shown: their causes were checked before, or are in the error.
 
     Args:
         library: that is called inside the block.

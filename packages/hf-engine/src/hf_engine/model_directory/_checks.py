@@ -56,9 +56,9 @@ def check_model_directory(model: ModelDirectory, *, head: Literal["lm", "value",
     A family that `ModelShape` knows must hold its parameters in their shapes and nothing else; of another one layers,
     dtypes, embedding and kind are compared. Rotary buffers of old files and the copy of a tied head are left alone.
 
-    Layers behind the last that config.json calls `num_nextn_predict_layers` (DeepSeek-V3, GLM-4.5) are not surplus:
-    transformers lists them in `_keys_to_ignore_on_load_unexpected`, since only speculative decoding uses them. They are
-    not trained, and `describe_export` takes them out of the configuration.
+    Layers after the last one, which config.json counts as `num_nextn_predict_layers` (DeepSeek-V3, GLM-4.5), are not
+    surplus: transformers lists them in `_keys_to_ignore_on_load_unexpected`, since only speculative decoding uses them.
+    They are not trained, and `describe_export` takes them out of the configuration.
 
     Args:
         model: as it was read; one without tensors is checked by its configuration.

@@ -125,7 +125,7 @@ def keep_source(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
 
 
 def build_without_memory(files: ModelDirectory) -> Any:
-    """The model that transformers builds from a configuration, on the device `meta`: what it refuses is said early.
+    """Builds the model of a configuration with transformers, on the device `meta`, so that refusals are reported early.
 
     Raises:
         BackendError: for a configuration from which it builds none.
@@ -315,12 +315,12 @@ def _refuse_surplus(
 
 
 def _refuse_unfit(files: ModelDirectory, model: Any, head: Head) -> None:
-    """Refuses what would be another model here than in transformers: other heads, windows, or sights of padding."""
+    """Refuses files that would be another model here than in transformers: other heads, windows or use of padding."""
     if head == "lm":
         _check_heads(files, model)
     _refuse_unused(files, model)
     config, name = model.config.get_text_config(), type(model).__name__
-    # Of encoders only this key makes their attention causal; others have it without a use.
+    # In encoders only this key makes attention causal; other models have the key without using it.
     if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
         raise files.refusal(
             f"has is_decoder=false in its config.json: the tokens of such a {name} see later ones. Set it to true, "
@@ -356,7 +356,7 @@ def _check_heads(files: ModelDirectory, model: Any) -> None:
 
 
 def _refuse_unused(files: ModelDirectory, loaded: Any) -> None:
-    """A cache of transformers forgets what is outside of a window, and so do engines, if the layers know it or not."""
+    """Refuses windows that no layer knows: transformers' caches and engines drop tokens outside of them anyway."""
     config = loaded.config.get_text_config()
     known = type(config)()
     for key in ("sliding_window", "attention_chunk_size", "layer_types"):

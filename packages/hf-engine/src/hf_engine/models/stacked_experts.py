@@ -1,7 +1,7 @@
 """Parameters under the names that they have in files: transformers stacks the experts of a layer in two of them.
 
-Layouts, plans and engines know one matrix of one expert under each name. Here a stacked parameter is taken for what it
-holds: views of it, without a copy. `conversions` reads the names from transformers.
+Layouts, plans and engines know one matrix of one expert under each name. Here a stacked parameter is represented by
+views of its parts, without a copy. `conversions` reads the names from transformers.
 """
 
 from __future__ import annotations

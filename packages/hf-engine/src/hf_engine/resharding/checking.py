@@ -42,7 +42,7 @@ class ConversionReport:
 
 
 def check_conversion(directory: str | Path, source: WeightLayout, target: WeightLayout) -> ConversionReport:
-    """Moves the weights of a Hugging Face directory from one layout to the other and back, bit by bit.
+    """Moves the weights of a Hugging Face directory from one layout to the other and back, and compares every bit.
 
     What transformers does not load is left out: rotary buffers of old files, and the copy of a tied embedding.
 

@@ -60,7 +60,7 @@ class Transfer:
     checksum_bytes: int
     """Bytes of digests and versions that came with them."""
     version: int | None
-    """Version of the weights, on ranks that received nothing too; None where no rank named one."""
+    """Version of the weights, also on ranks that received nothing; None if no rank named a version."""
 
 
 class ReshardExecutor:
@@ -143,7 +143,7 @@ class ReshardExecutor:
         version: int | None = None,
         mover: ShardMover | None = None,
     ) -> Transfer:
-        """Fills this rank's target tensors from everybody's source tensors. Collective over the group.
+        """Fills this rank's target tensors from the source tensors of all ranks. Collective over the group.
 
         Args:
             source: this rank's tensors in the source layout; read only, unless a mover empties them.
@@ -153,8 +153,8 @@ class ReshardExecutor:
             mover: moves this rank's training shard into the target instead of copying it.
 
         Raises:
-            ReshardError: on every rank: before anything moves for a version that is none, or tensors that do not match
-                the layout; afterwards for bytes that differ from what was sent, or weights of another version.
+            ReshardError: on every rank: before anything moves, for an invalid version or tensors that do not match the
+                layout; afterwards, for bytes that differ from those that were sent, or weights of another version.
         """
         with self.agreed():
             check_version(version)
@@ -174,9 +174,9 @@ class ReshardExecutor:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """A block of checks that all ranks of the group get through, or none. Collective at its end.
+        """A block of checks that either all ranks of the group pass or none. Collective at its end.
 
-        Once all know that they have one plan, nobody is asked where no weights move: no rank waits for another then.
+        Once all ranks know that they have the same plan, and if this plan moves no weights, no rank waits for another.
 
         Raises:
             ReshardError: naming the ranks that refused, and why. And on all for executors of different plans or
@@ -205,7 +205,7 @@ class ReshardExecutor:
             for destination, origin in self._kept:
                 destination.of(wanted).copy_(origin.of(held))
         else:
-            # First, while the generation shard is not complete and there is room for a parameter twice.
+            # These come first, while the generation shard is incomplete and there is room for a parameter twice.
             for name in self._first[-1]:
                 mover.prepare([name])
                 mover.empty([name])

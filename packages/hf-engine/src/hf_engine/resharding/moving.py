@@ -191,7 +191,7 @@ class ShardMover:
         if self._adopt is not None:
             self._adopt({name: self._generation[name][0] for name in self._lent})
         self._lent.clear()
-        # A way that ended in the middle goes back from where it is: there may be no other room.
+        # A transition that stopped in the middle goes back from its present state: there may be no other room.
         is_whole = len(self._emptied) == len(self._groups)
         unneeded, way_back = self._way_back if is_whole else self._order_back(self._emptied)
         self._empty_homes(unneeded)
@@ -206,15 +206,16 @@ class ShardMover:
         self._done.clear()
 
     def _finish(self, names: Iterable[str], done: set[str]) -> list[int]:
-        """Adds parameters to those that are done; the training storages that these complete."""
+        """Adds parameters to those that are done; returns the training storages that become complete."""
         new = [name for name in names if name not in done]
         done.update(new)
         keys = dict.fromkeys(key for name in new for key in self._storages_of[name])
         return [key for key in keys if self._groups[key] <= done]
 
     def _order_back(self, keys: Container[int]) -> tuple[list[int], list[tuple[int, list[int]]]]:
-        """Generation storages that hold nothing of these training storages, and those, each with the ones of generation
-        that are of no use after it. Small ones come first: what they give back makes room for the large.
+        """Returns the generation storages that hold nothing of these training storages. Then these training storages,
+        each with the generation storages that are not needed after it. Small ones come first: the memory that they free
+        makes room for large ones.
         """
         order = sorted((key for key in self._groups if key in keys), key=self._train_bytes.__getitem__)
         done = {home: key for key in order for name in self._groups[key] for home in self._homes_of[name]}
@@ -231,7 +232,7 @@ class ShardMover:
             _bytes_of(storage)[part].copy_(copy)
         for name in names:
             for inside, destination in self._kept[name]:
-                # Another part may be in a storage that is empty still, of which torch makes no view.
+                # Another part may lie in a storage that is still empty; torch makes no view of such a storage.
                 if self._train[name][destination.part].untyped_storage()._cdata == key:
                     destination.of(self._train).copy_(inside.of(self._generation))
 

@@ -65,8 +65,9 @@ class KeptPiece:
 class ReshardPlan:
     """Weights that every rank keeps, sends and receives to go from one layout to another.
 
-    All byte counts are in the target's dtype: a source of another dtype is cast before it is sent. Layers that are cut
-    alike are planned once, so that the figures of a thousand ranks cost seconds; `messages` and `kept` spell them out.
+    All byte counts are in the target's dtype: a source of another dtype is cast before it is sent. Layers that are
+    sharded alike are planned once, so that the figures for a thousand ranks take seconds to compute; `messages` and
+    `kept` list every piece.
     """
 
     source: WeightLayout
@@ -174,9 +175,9 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plans the transfer between any two layouts, on the same, overlapping or disjoint ranks.
 
-    Every target element that a rank's own source holds is kept. Every other one is received exactly once, from a
-    holder that is as near as any. Of equally near ones it is the one that has the fewest bytes to send so far, and of
-    those the lowest rank. The plan is deterministic.
+    Every target element that a rank's own source holds is kept. Every other element is received exactly once, from the
+    nearest holder. Among equally near holders this is the one with the fewest bytes to send so far, and among those the
+    lowest rank. The plan is deterministic.
 
     Args:
         source: where the weights are.

@@ -172,7 +172,7 @@ class Step:
             checksum[1] = version
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-        """Starts the communication; buffers must stay alone until `finish`."""
+        """Starts the communication; the buffers must not be touched until `finish`."""
         if self._is_gather and not gathers_by_messages(incoming):
             work = dist.all_gather_single(
                 incoming[: self.recv_bytes], outgoing[: self.send_bytes], group=group, async_op=True

@@ -107,8 +107,8 @@ def check_writable(weights: _Tensors, where: str, *, are_filled: bool = True) ->
         are_filled: whether they have their memory now; a `ShardMover` gives them theirs on the way.
 
     Raises:
-        ReshardError: as `check_readable`, and naming those of inference mode outside of it, those whose elements share
-            memory, as expanded ones do, and those that lie in the same memory as another.
+        ReshardError: as `check_readable`. Also for tensors of inference mode outside of that mode, tensors whose
+            elements share memory, as expanded ones do, and tensors that lie in the same memory as another.
     """
     _refuse(((name, _lack(part, is_filled=are_filled) or _repeat(part)) for name, part in _flat(weights)), where)
     if are_filled:

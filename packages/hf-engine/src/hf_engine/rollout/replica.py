@@ -1,4 +1,4 @@
-"""Ranks that feed an engine together: one of them asks it, and all have the answer."""
+"""Ranks that feed an engine together: one of them sends requests to it, and all get the result."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Replica:
 
     @contextmanager
     def together(self, method: str) -> Iterator[Agreement]:
-        """Checks of a method that every rank gets through, or none; see `hf_engine.agreement.together`.
+        """Checks of a method that either all ranks pass or none; see `hf_engine.agreement.together`.
 
         Raises:
             BackendError: on every rank, if the ranks got different arguments: the numbers of their agreements differ.
@@ -90,7 +90,7 @@ class Replica:
         return values
 
     def require_one_machine(self) -> None:
-        """The engine's processes read the ranks' memory.
+        """Refuses ranks on several machines, because the engine's processes read the ranks' memory.
 
         Raises:
             BackendError: naming the ranks on other machines.

@@ -41,8 +41,8 @@ def check_family(family: str, directory: str | Path, **config: Any) -> None:
     - Log-probs of every token of the vocabulary at padded rows are those of transformers at rows alone, and so are
       those that generation reports.
     - An AdamW step ends at the weights of torch's.
-    - An export is loaded by transformers bit by bit, from the names of the source.
-    - Weights and buffers of another directory, once loaded, are those that generation has, bit by bit.
+    - transformers loads an export bit for bit, under the names of the source.
+    - Weights and buffers of another directory, once loaded, are those that generation has, bit for bit.
     - Values are those of the same head on transformers' hidden states, also after a step and from an export.
 
     Args:

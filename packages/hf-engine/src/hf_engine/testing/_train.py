@@ -81,7 +81,7 @@ def check_train_backend(
       two halves of the rows and `optim_step`.
     - A step without gradients, or with those of a failed call, is refused.
     - A non-finite loss is refused on every rank and leaves the weights alone.
-    - What was offloaded is refused, and comes back bit by bit.
+    - What was offloaded is refused, and comes back bit for bit.
     - A state and an export bring the same numbers back, a state the moments and the place in the schedule, too.
 
     Args:

@@ -43,8 +43,8 @@ def agree_on_micro_batches(
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
-            BatchError that names the rank and says why. Or if none has a row and one is needed, ranks of one replica
-            have different ones, or any ranks different arguments.
+            BatchError that names the rank and says why. Also if no rank has a row and one is needed, if ranks of one
+            replica have different rows, or if any ranks have different arguments.
     """
     with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()

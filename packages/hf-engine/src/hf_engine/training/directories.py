@@ -49,8 +49,8 @@ def check_directory(directory: object) -> None:
 def write_directory(directory: str | Path, write: Callable[[Path], None], group: dist.ProcessGroup) -> None:
     """Fills a directory next to `directory` and then renames it there. Collective.
 
-    An earlier model there is replaced, a tokenizer next to it stays, and any other file is refused. One
-    that a crash left aside is put back first, so that this holds for it too.
+    An earlier model there is replaced, a tokenizer next to it stays, and any other file is refused. A model that a
+    crash left aside is put back first, so that these rules hold for it too.
 
     Args:
         directory: what the reader will find; its parent directories are created.
@@ -58,8 +58,9 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
         group: the ranks that write together; they need one file system, under the same path.
 
     Raises:
-        BackendError: on every rank, if the operating system refused a step on any, where other files are (in what a
-            crash left too), or ranks were given different directories: what was there is still there.
+        BackendError: on every rank, if the operating system refused a step on any rank, if other files are there (also
+            in what a crash left), or if ranks were given different directories. The earlier contents are still there
+            then.
     """
     is_first = dist.get_rank(group) == 0
     with together("nothing was written", group):
@@ -89,7 +90,7 @@ def write_directory(directory: str | Path, write: Callable[[Path], None], group:
 
 
 def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None:
-    """Refuses on every rank a directory that is another one on some. Collective.
+    """Refuses, on every rank, a directory that differs between ranks. Collective.
 
     Paths are compared, links resolved: all ranks need the same one, also where machines mount one file system.
     """
@@ -101,7 +102,7 @@ def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None
 
 
 def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> None:
-    """A working directory or a home that was named by mistake must not go."""
+    """Refuses other files in a target: a working directory or a home named by mistake must not be removed."""
     if not target.exists():
         return
     if not target.is_dir() or Path.cwd().is_relative_to(target):
@@ -116,7 +117,7 @@ def _refuse_others_files(target: Path, written: re.Pattern[str] = _WRITTEN) -> N
 
 
 def _prepare(target: Path, filling: Path, replaced: Path) -> None:
-    """Makes an empty directory to fill, next to the one that readers find; nothing is aside after it."""
+    """Makes an empty directory to fill, next to the one that readers find; afterwards no model lies aside."""
     shutil.rmtree(filling, ignore_errors=True)
     if replaced.exists():
         if target.exists() and any(_is_replaced(path, _WEIGHTS) for path in target.iterdir()):
@@ -127,7 +128,7 @@ def _prepare(target: Path, filling: Path, replaced: Path) -> None:
 
 
 def _put_back(target: Path, replaced: Path) -> None:
-    """After a crash between the renames; a tokenizer that came to the target meanwhile joins the model."""
+    """Puts a model back after a crash between the renames; a tokenizer that came to the target meanwhile joins it."""
     if target.exists():
         if others := [path.name for path in target.iterdir() if not _is_kept(path)]:
             raise BackendError(
@@ -141,7 +142,7 @@ def _put_back(target: Path, replaced: Path) -> None:
 
 
 def _remove(replaced: Path, filling: Path) -> None:
-    """Under the name of what nobody reads: a crash must not leave half a model to be put back."""
+    """Removes it under a name that nobody reads: a crash must not leave half a model that would be put back."""
     os.rename(replaced, filling)
     shutil.rmtree(filling, ignore_errors=True)
 
@@ -161,7 +162,7 @@ def _keep_tokenizer(target: Path, filling: Path) -> None:
 
 
 def _replace(target: Path, filling: Path, replaced: Path) -> None:
-    """Two renames: a reader between them finds nothing, never a half; a crash there leaves the old one aside."""
+    """Makes two renames: a reader between them finds nothing, never half; a crash there leaves the old one aside."""
     if target.exists():
         os.rename(target, replaced)
     try:

@@ -14,11 +14,11 @@ _check = Checks(BackendError)
 
 
 class LearningRate:
-    """The rate that a `TrainConfig` gives every step; a function of the step's number, so a resumed run goes on in it.
+    """The rate that a `TrainConfig` gives every step: a function of the step's number, so a resumed run continues it.
 
-    After the warm-up it is that of transformers' `get_scheduler`, up to `total_steps`: it stays at its floor after
-    them, where transformers' cosine rises again. In the warm-up it is one step ahead: the first step moves the weights
-    already.
+    After the warm-up the rate is that of transformers' `get_scheduler`, up to `total_steps`. After `total_steps` it
+    stays at its floor, where transformers' cosine rises again. In the warm-up it is one step ahead of transformers, so
+    that the first step already moves the weights.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -27,7 +27,9 @@ class LearningRate:
         """Arguments of the last call of `set`; None for the configured rate."""
 
     def set(self, learning_rate: float, *, constant: bool = False) -> None:
-        """Uses another whole rate; warm-up takes its share of it, and the schedule unless it is `constant`."""
+        """Uses another full rate, of which the warm-up takes its share, and so does the schedule unless it is
+        `constant`.
+        """
         _check.number("learning_rate", learning_rate, may_be_zero=True)
         self.given = (learning_rate, constant)
 

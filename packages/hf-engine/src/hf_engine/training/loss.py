@@ -24,7 +24,7 @@ STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite", "batch/paddin
 class StepLoss:
     """Calls a loss function on micro-batches and keeps the sums.
 
-    Refuses an answer of another kind, and one from which no gradient can be taken.
+    Refuses a result of another type, and a result from which no gradient can be taken.
 
     Args:
         loss_fn: see `TrainBackend.train_step`.

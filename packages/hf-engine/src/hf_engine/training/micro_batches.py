@@ -108,7 +108,7 @@ class TreeMicroBatch(MicroBatch):
 
     @property
     def num_saved(self) -> int:
-        """As of rows apart: the prompt again for each response after the first, and all last tokens."""
+        """Compared with separate rows: the prompt again for each response after the first, and all last tokens."""
         responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
         prompts = ((responses - 1) * (self.branches == 0).sum(1)).sum()
         return int(prompts + self.response_mask.any(1).sum())

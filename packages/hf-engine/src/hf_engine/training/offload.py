@@ -16,10 +16,10 @@ class OffloadedMemory:
     """Device memory that a training backend released, and refuses to use before `restore`.
 
     Views stay the same objects: their storage has no bytes until `restore`, and must not be read before. Memory of a
-    CPU is the host's already: it stays where it is and counts as 0 bytes freed, but is refused alike, so that a
-    program that forgets `restore` fails on every device.
+    CPU is the host's already: it stays where it is and counts as 0 bytes freed. Its use is refused all the same, so
+    that a program that forgets `restore` fails on every device.
 
-    Weights that somebody else emptied, as a transition does that moves them into a generation engine, are refused too.
+    Weights that other code emptied are refused too, for example after a transition that moves them into an engine.
 
     Args:
         weights: the live weights on this rank: what scoring needs.

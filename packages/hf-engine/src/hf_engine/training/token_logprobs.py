@@ -12,10 +12,10 @@ __all__ = ["TokenScores", "compute_token_logprobs", "join_candidates", "split_ca
 
 _CHUNK_ELEMENTS = 1 << 24
 _CHUNK_ELEMENTS_ON_CPU = 1 << 19
-"""As many float32 numbers stay in a core's cache: passes over larger chunks take more than twice the time."""
+"""Number of float32 values that stay in a core's cache: passes over larger chunks take more than twice the time."""
 
 _LEAST_LOG_WEIGHT = -1e4
-"""In place of an infinite one, whose product with its weight of 0 would be NaN."""
+"""Stands for an infinite log, whose product with its weight of 0 would be NaN."""
 
 
 class TokenScores(NamedTuple):

@@ -34,8 +34,8 @@ _GIB = 2**30
 class Shortfall:
     """The pool of a class that runs out of memory, under the allocation that comes closest to fitting.
 
-    `missing_bytes` per device of `roles`' pool of `num_gpus`; `role.method` is the call that needs most in
-    addition to the states of all of them.
+    `missing_bytes` is the memory that each of the `num_gpus` devices of the pool of `roles` lacks. `role.method` is the
+    call that needs the most memory in addition to the states of all these roles.
     """
 
     roles: tuple[str, ...]
@@ -161,9 +161,9 @@ class Alternative:
 def compare_classes(
     problem: MapperConfig, chosen: Sequence[PoolPlacement], should_stop: StopSign, *, complete: bool
 ) -> tuple[Alternative, ...]:
-    """Every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
+    """Returns every placement class: the chosen one, then the others from fast to slow, then those that do not fit.
 
-    Only those whose best plan is known when `should_stop` returns True. `complete`: the search was complete.
+    If `should_stop` returns True, only classes whose best plan is known by then. `complete`: the search was complete.
     """
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)

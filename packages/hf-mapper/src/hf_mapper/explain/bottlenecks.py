@@ -73,9 +73,9 @@ def find_bottleneck(problem: MapperConfig, pools: Sequence[PoolPlacement]) -> Bo
 
 
 def try_extensions(problem: MapperConfig, iteration_s: float, should_stop: StopSign) -> tuple[Extension, ...]:
-    """One more machine of each kind in turn; none where the cluster states no network between machines.
+    """Tries one more machine of each kind in turn; empty if the cluster states no network between machines.
 
-    Only those whose best plan is known when `should_stop` returns True.
+    If `should_stop` returns True, the result has only the machines whose best plan is known by then.
     """
     if problem.cluster.inter_bandwidth_bytes_per_s is None:
         return ()

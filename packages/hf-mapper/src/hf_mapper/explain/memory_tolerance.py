@@ -1,8 +1,8 @@
 """Error factors of the memory simulator within which a plan stays the best one and fits.
 
-Models that need f times the bytes fit where those predicted fit into 1 / f of the memory. Where more is needed nothing
-new fits, so the plan stays the best for as long as it fits itself. Where less is needed, rivals that are faster come to
-fit one after another. The factor at which one fits follows from its bytes, without a search. A search just above that
+Models that need f times the predicted bytes fit if the predicted bytes fit into 1 / f of the memory. For f above 1
+nothing new fits, so the plan stays the best as long as it fits itself. For f below 1 faster rivals begin to fit, one
+after another. The factor at which a rival fits follows from its bytes, without a search. A search just above that
 factor either finds a rival that fits earlier or proves that there is none.
 """
 
@@ -32,8 +32,8 @@ _TIE = 1e-8
 class MemoryTolerance:
     """Factors on the bytes that models need, on devices and hosts, between which the plan stays optimal.
 
-    At `optimal_from` a faster plan fits, whose pools' roles are `winner_below`; it is `1 / MOST_FACTOR` and the
-    roles are empty where none does. Above `optimal_to` the plan itself no longer fits.
+    At `optimal_from` a faster plan fits; `winner_below` has the roles of its pools. If no faster plan fits,
+    `optimal_from` is `1 / MOST_FACTOR` and `winner_below` is empty. Above `optimal_to` the plan itself no longer fits.
     """
 
     optimal_from: float

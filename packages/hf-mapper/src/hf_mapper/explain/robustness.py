@@ -4,9 +4,9 @@ A plan's time is a sum over stages of maxima over pools, each linear in the fact
 any rival the factor at which it overtakes is found to machine precision without a search. A search at that factor then
 either finds a rival that overtakes earlier, or proves that none is better there.
 
-Between two factors at which the plan is the best, no rival is better by more than a known part: every plan's time
-grows with the factor, and grows by no larger part than the factor does. So searches are as far apart as they can be
-while a rival that wins between two of them only, and is not seen, gains no more than `RESOLUTION`.
+Between two factors at which the plan is the best, no rival is better by more than a known part. The reason is that
+every plan's time grows with the factor, and relatively no faster than the factor. So searches are placed as far apart
+as possible, such that a rival that wins only between two of them, and is missed, gains no more than `RESOLUTION`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_FACTOR = 4.0
 """Factors from its inverse to this one are tried."""
 
 RESOLUTION = 0.01
-"""The part of its time by which an unseen plan may beat the plan between the ends that are found."""
+"""Largest part of the plan's time by which an unseen plan may beat it between the ends that are found."""
 
 _WRONG_BY = 1.25
 _TIE = 1e-8
@@ -40,12 +40,12 @@ _TIE = 1e-8
 class Tolerance:
     """Factors on one simulator's seconds, the others being right, between which the plan stays optimal.
 
-    Between them no plan is better by more than `RESOLUTION`, and at the ends none is better at all.
-    `optimal_from` and `optimal_to` are `1 / MOST_FACTOR` and `MOST_FACTOR` where no search found a better
-    plan.
-    `loss_if_faster` and `loss_if_slower`: the plan's time over the best plan's, less 1, should all calls of the
-    kind take 1/1.25 or 1.25 times what was predicted. `winner_below` and `winner_above` are the roles of the pools
-    of the plan that takes over there (the same pools in other layouts, perhaps), empty where none does.
+    Between these factors no plan is better by more than `RESOLUTION`, and at the ends no plan is better at all.
+    `optimal_from` and `optimal_to` are `1 / MOST_FACTOR` and `MOST_FACTOR` if no search found a better plan.
+
+    `loss_if_faster` and `loss_if_slower` are the plan's time divided by the best plan's, less 1, if all calls of the
+    kind take 1/1.25 or 1.25 times their predicted time. `winner_below` and `winner_above` are the roles of the pools of
+    the plan that takes over at the ends (perhaps the same pools in other layouts); they are empty if no plan does.
     """
 
     simulator: str

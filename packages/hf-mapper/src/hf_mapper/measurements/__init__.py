@@ -1,5 +1,5 @@
 """Measured tables and runs against the simulators: rows become cases, cases give errors and fitted constants.
 
-Here lives all that reads a measurement; formulas stay in `simulators`, the shipped constants in `constants.toml`, and
-nothing here knows of placements.
+What lives here: everything that reads a measurement. What must not: formulas, which are in `simulators`, shipped
+constants, which are in `constants.toml`, and knowledge of placements.
 """

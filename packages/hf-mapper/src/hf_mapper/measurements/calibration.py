@@ -1,8 +1,8 @@
 """Constants from measured tables: few, each with a meaning, fitted on some models and scored on others.
 
-The loss is the mean of abs(log(predicted / measured)), which weighs too slow and too fast alike and does not follow
-outliers; every model weighs the same, however many rows it has. It is minimised by the simplex method of Nelder and
-Mead over the logarithms of the constants.
+The loss is the mean of abs(log(predicted / measured)). It weighs predictions that are too slow and too fast alike and
+does not follow outliers. Every model has the same weight, however many rows it has. The loss is minimised by the
+simplex method of Nelder and Mead over the logarithms of the constants.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ def fit_constants(
 def cross_validate(
     cases: Sequence[Case], names: FreeConstants, *, steps: int = 120, most_rows: int | None = None
 ) -> list[GroupError]:
-    """Each model's error under constants that were fitted on all the others; of one model, each sweep's.
+    """Returns each model's error under constants fitted on all other models; of one model alone, each sweep's error.
 
-    Empty where there is one of both only.
+    Empty if there is only one model with one sweep.
     """
     groups = _list_groups(cases)
     errors = []
@@ -206,7 +206,7 @@ def cross_validate(
 
 
 def _list_groups(cases: Sequence[Case]) -> list[str]:
-    """Of each case, what it is left out with: its model, or its sweep where all are of one model."""
+    """Returns for each case the unit that it is left out with: its model, or its sweep if all are of one model."""
     groups = [case.fit_group for case in cases]
     if len(set(groups)) > 1:
         return groups

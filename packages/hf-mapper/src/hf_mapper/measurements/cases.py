@@ -1,4 +1,4 @@
-"""From a row of a measured table to what the simulators are asked: model, cluster, layout, workload, software."""
+"""Turns a row of a measured table into arguments of the simulators: model, cluster, layout, workload, software."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ _WATTS = {"a100": 400, "h100": 700, "h200": 700, "b200": 1000}
 class TrainingCase:
     """One measured step (seconds) or one measured rank (bytes): the arguments of the simulators, and what was measured.
 
-    `part` of a rank's bytes is one of the columns param_opt_gib and activation_gib, or empty for all it held.
+    `part` names a part of a rank's bytes, the column param_opt_gib or activation_gib; it is empty for all bytes that
+    the rank held.
 
     `sweep` names the runs of one model on as many GPUs with the same batch; `stack` the software's constants.
     """
@@ -259,7 +260,7 @@ def _find_layout(row: Row, num_gpus: int) -> ParallelSpec:
 
 
 def _find_micro_batch(row: Row, local: int) -> int:
-    """As given; a table without the column gives the local batch; a blank cell stands for one sequence."""
+    """Returns the given micro-batch: the local batch without the column, one sequence for a blank cell."""
     given = ("micro_batch", 1) if "micro_batch" in row else ("local_batch", local)
     micro_batch = whole_number(row, *given)
     if local % micro_batch:

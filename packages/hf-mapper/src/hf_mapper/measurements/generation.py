@@ -25,7 +25,7 @@ _ENGINES = (
     (r"vllm fork|splitwise", EngineSpec(name="vllm-2023", one_shot_reduce=False)),
     (r"deepspeed-mii", EngineSpec(name="deepspeed-mii", one_shot_reduce=False)),
 )
-"""Engines by what a row says; any other, as one that is not named, is taken for what plans take, vLLM."""
+"""Engines by the text of a row. Any other engine, and one that is not named, is taken for vLLM, as plans do."""
 _PHASES: tuple[Phase, ...] = ("prefill", "decode", "generation")
 
 
@@ -33,7 +33,7 @@ _PHASES: tuple[Phase, ...] = ("prefill", "decode", "generation")
 class GenerationCase:
     """One measured batch: seconds of its prefill, of one decode step, or of the whole.
 
-    A prefill of `single` is of one sequence, for any batch: the least time to a first token.
+    With `single`, the prefill is that of one sequence for any batch: the least time to a first token.
     """
 
     source: str
@@ -64,9 +64,9 @@ class GenerationCase:
         return self.model.name
 
     def predict(self) -> float:
-        """Returns the simulated time. A batch beyond the cache runs as places become free, in fractions of rounds.
+        """Returns the simulated time. A batch above the cache runs as places become free, in fractions of rounds.
 
-        Where nothing is evicted, in whole ones: equal sequences end together.
+        If the engine evicts nothing, the batch runs in whole rounds: equal sequences end together.
         """
         batch, places = self.workload.num_sequences, self._places()
         if self.phase == "prefill":

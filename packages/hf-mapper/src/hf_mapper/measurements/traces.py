@@ -101,7 +101,7 @@ class StageCase:
         return f"{self.role}.{self.method} {self.phase}"
 
     def predict(self) -> float:
-        """Seconds that the simulator of the phase answers, for all calls of an iteration."""
+        """Seconds that the simulator of the phase predicts for all calls of an iteration."""
         return self.times * self._predict_once()
 
     def _predict_once(self) -> float:

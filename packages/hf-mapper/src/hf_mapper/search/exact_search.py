@@ -1,14 +1,14 @@
 """The exact search: set partitions x allocations x layouts, under the simulators' cost and one `pack`.
 
-The cost has the form of the paper's (Algorithm 1): a pool's time in a stage is the sum over its models, a stage's the
-maximum over pools, an iteration's the sum over stages. In addition to the paper's terms, a model's time includes the
-transition, rows received from and sent to other models, and moves to host memory and back where it is offloaded. Idle
-devices are allowed. Costs that agree in nine digits are ties: the fewest pools win, then the fewest devices, then the
-first in a fixed order.
+The cost has the form of the paper's cost (Algorithm 1). A pool's time in a stage is the sum over its models; a stage's
+time is the maximum over pools; an iteration's time is the sum over stages. In addition to the paper's terms, a model's
+time includes the transition, rows received from and sent to other models, and, for an offloaded model, moves to host
+memory and back. Idle devices are allowed. Costs that agree in nine digits are ties: the fewest pools win, then the
+fewest devices, then the first in a fixed order.
 
-The bound: in no stage is a pool faster than the sum of its models' fastest times, each alone on any pool with all
-memory to itself. A partition whose bound cannot win is skipped. After a stopped search, the least bound of the rest
-gives the largest possible distance of the result from the best.
+The bound: in no stage is a pool faster than the sum of its models' fastest times. The fastest time of a model is its
+time alone on any pool with all memory to itself. A partition whose bound cannot win is skipped. After a stopped search,
+the least bound of the rest gives the largest possible distance of the result from the best.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class _Search:
         return max(0.0, 1 - self._open_s / best_s) if self.stopped and best_s else 0.0
 
     def try_partition(self, sets: Sequence[tuple[str, ...]]) -> None:
-        """Search the allocations of one partition; `best` is updated where one of them wins."""
+        """Searches the allocations of one partition; `best` is updated if one of them wins."""
         least_s = self._fastest_s(sets)
         options: dict[tuple[str, ...], tuple[PoolOption, ...]] = {}
         for roles in sets:

@@ -47,7 +47,7 @@ def find_smallest_cluster(
 ) -> MachineSpec | None:
     """Returns the fewest machines of one of the cluster's kinds on which the models fit, up to 2,048 accelerators.
 
-    With several kinds, the kind that needs the fewest accelerators. None if no number is enough.
+    With several kinds of machine, of the kind that needs the fewest accelerators. None if no number is enough.
     """
     problem = MapperConfig(dataflow=dataflow, models=models, cluster=cluster, workload=workload, backends=backends)
     found = []

@@ -56,9 +56,10 @@ _Rollout = tuple[int, GenerationSpec | None, int]
 class ModelOption:
     """One way to run one model on a number of devices.
 
-    `stage_s[i]` is its time in stage i of the dataflow; `state_bytes` per rank stay, `work_bytes` is what its
-    largest call adds. A pool holds the states of all its models and the work of one call at a time. A model that is
-    offloaded has `host_bytes` per rank in host memory between its calls: they are work of these, and no state stays.
+    `stage_s[i]` is its time in stage i of the dataflow; `state_bytes` per rank stay, `work_bytes` is what its largest
+    call adds. A pool holds the states of all its models and the work of one call at a time. An offloaded model has
+    `host_bytes` per rank in host memory between its calls: these bytes count as work of the calls, and no state stays
+    on the device.
     """
 
     parallel: ParallelSpec
@@ -169,7 +170,7 @@ def wave_counts(workload: WorkloadSpec, num_replicas: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedOptions:
-    """B ways to run one model, with the seconds of each simulator apart: no factor of `SimulatorScales` is in them.
+    """B ways to run one model, with separate seconds for each simulator, before any factor of `SimulatorScales`.
 
     `ways` lack their seconds. `call_s` has the seconds `[B]` of one call of each kind and the number of such calls in
     every stage; `transfer_s` and `offload_s` `[B, stages]` are what is moved for them.

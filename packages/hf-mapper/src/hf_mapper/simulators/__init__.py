@@ -1,8 +1,8 @@
 """Analytic simulators: pure functions of (model, cluster, parallel, workload); the cluster has one kind of machine.
 
-Here live formulas of one call's seconds and bytes; nothing here compares layouts, reads measurements or knows pools.
-Training and inference are bound by arithmetic, generation by memory (paper, Appendix C); the attained parts of the
-peaks are the `EfficiencySpec` of the accelerator.
+What lives here: formulas of one call's seconds and bytes. What must not: comparisons of layouts, reading of
+measurements, and knowledge of pools. Training and inference are bound by arithmetic, generation by memory (paper,
+Appendix C); the attained parts of the peaks are the `EfficiencySpec` of the accelerator.
 """
 
 from __future__ import annotations

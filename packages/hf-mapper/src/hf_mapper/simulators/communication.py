@@ -42,9 +42,9 @@ def build_link(
 ) -> Link:
     """The link of groups of `num_ranks` ranks, `stride` apart, on a pool of `world_size` ranks.
 
-    Inside a machine it is the accelerators' own link. Across machines the groups that cross at the same time share
-    the machine's network; of a group, the members in one machine need it once (a ring enters a machine once), or
-    each for itself without `shared_rails`.
+    Inside a machine it is the accelerators' own link. Across machines, the groups that cross at the same time share the
+    machine's network. The members of one group in one machine need the network once (a ring enters a machine once);
+    without `shared_rails` each member needs it for itself.
 
     Raises:
         ConfigError: for more ranks than one machine has, on a cluster of one.
@@ -100,7 +100,7 @@ def all_reduce_s(link: Link, num_bytes: Figures) -> Figures:
 
 
 def all_to_all_s(link: Link, num_bytes: Figures) -> Figures:
-    """Seconds in which every rank gives away `num_bytes`, an equal part to each, itself among them, all at once."""
+    """Seconds in which all ranks at once send `num_bytes` each, an equal part to every rank, the sender included."""
     volume = num_bytes * (link.num_ranks - 1) / link.num_ranks
     return np.where(link.num_ranks == 1, 0.0, link.latency_s + volume / link.bandwidth_bytes_per_s)
 

@@ -1,6 +1,7 @@
 """Layouts as arrays: the formulas of the simulators hold for one layout and for many at once.
 
-A size is an int where the caller gave one layout and an array `[B]` where it gave B; so is every figure that follows.
+A size is an int if the caller passes one layout, and an array `[B]` if the caller passes B layouts; the same holds for
+every figure derived from it.
 """
 
 from __future__ import annotations
@@ -88,10 +89,10 @@ def read_layouts(
 def check_layouts(
     model: ModelShape, layouts: Layouts, cluster: ClusterSpec, *, chunks: int = 1, sequences: int | None = None
 ) -> None:
-    """True if a program can run so: layers, heads and `sequences` divide without a remainder.
+    """Refuses layouts that a program cannot run: layers, heads and `sequences` must divide without a remainder.
 
     Raises:
-        TopologyError: where something is, or where the cluster has fewer devices than a layout has ranks.
+        TopologyError: if something leaves a remainder, or if the cluster has fewer devices than a layout has ranks.
     """
     largest = int(np.max(layouts.world_size, initial=0))
     if largest > cluster.num_gpus:
@@ -163,7 +164,7 @@ def read_generation(
     """The sizes of the generation layout of all `layouts` or of each; by default a replica is cut as in training.
 
     Raises:
-        TopologyError: for replicas that do not share the ranks out, or that do not nest in Megatron's layout.
+        TopologyError: for replicas that do not divide the ranks evenly, or that do not nest in Megatron's layout.
     """
     count = np.size(layouts.pp_size)
     waves: Sizes

@@ -52,7 +52,7 @@ _ADAM_BYTES = 8
 _MASTER_BYTES = 4
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 12
-"""Per logit of PyTorch's cross entropy when most is live: its log, the gradient of that and its own, all in fp32."""
+"""Bytes per logit at the peak of PyTorch's cross entropy: log-softmax, its gradient and the logit's, all in fp32."""
 
 
 def weight_bytes(model: ModelShape, workload: WorkloadSpec) -> float:
@@ -298,7 +298,7 @@ def estimate_memory(
     num_waves: int | Sequence[int] = 1,
     backend: str | Sequence[str] | None = None,
 ) -> Estimate[Any]:
-    """Bytes of one rank of a model that alone makes `calls`, by default all: its state and its largest; no latency.
+    """Bytes of one rank of a single model with these `calls`, by default all: its state and largest call; no latency.
 
     `generation` partitions a replica, by default as `parallel` does the model: pp * tp ranks.
     `num_waves` rounds of generation share one KV cache. Compare with `cluster.machine.gpu.usable_bytes`.

@@ -1,7 +1,8 @@
 """Pages about runs and plans: charts, tables and documents as HTML that loads nothing and needs no script.
 
-Here are functions from numbers and names to text, for `report.html`, `hybridflow serve` and the mapper's page. What a
-caller passes is escaped, except `Markup`. What a run or a plan means, and how files are read, is not here.
+The functions here turn numbers and names into text, for `report.html`, `hybridflow serve` and the mapper's page.
+Everything that a caller passes is escaped, except `Markup`. What must not live here: knowledge of runs and plans, and
+the reading of files.
 """
 
 from __future__ import annotations

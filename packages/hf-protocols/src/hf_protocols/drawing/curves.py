@@ -26,7 +26,8 @@ class Line:
 
     Attributes:
         points: finite values only.
-        means: of stretches of a longer curve whose extremes `points` are; empty where `points` are all there is.
+        means: means over stretches of a longer curve, whose extremes are in `points`; empty where `points` holds the
+            whole curve.
         colour: number of the palette.
         name: of the run, where a chart has several.
     """

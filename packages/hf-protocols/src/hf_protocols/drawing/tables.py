@@ -27,7 +27,7 @@ def render_table(
     """Returns a table; cells are texts, or `Markup`.
 
     Args:
-        headings: of the columns; empty ones all mean a table without a head.
+        headings: of the columns; if all of them are empty, the table has no head.
         rows: as long as `headings`.
         numbers: columns that are aligned to the right.
         wide: columns that narrow screens leave out.

@@ -32,7 +32,7 @@ _Describe = Callable[[float], Outcome]
 """From the deadline of a call to its outcome."""
 
 _BUDGET_S = 0.2
-"""Of one chunk: a chunk that is slower than expected returns what it has."""
+"""Time for one chunk: a chunk that is slower than expected returns the outcomes that it has."""
 _LEAST_S = 0.004
 """No chunk is meant to be shorter: a message costs about a tenth of it."""
 _AHEAD = 2
@@ -40,9 +40,9 @@ _AHEAD = 2
 _MOST_AT_ONCE = 64
 """Calls of an async function that one process waits for."""
 _MOST_LOSSES = 3
-"""Times that a call may lose its process before it began."""
+"""Number of times that a call may lose its process before the call began."""
 _LOOK_S = 0.5
-"""Without a result for so long, chunks are looked for whose process is gone."""
+"""Time without a result after which the pool looks for chunks whose process is gone."""
 _LATE_S = 1.0
 """An async function cancels its calls itself; it is killed when it does not."""
 

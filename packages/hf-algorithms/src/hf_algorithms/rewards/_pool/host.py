@@ -1,4 +1,4 @@
-"""The host: a clean process that shares calls out to the processes of a pool, and ends with its worker."""
+"""The host: a clean process that distributes calls to the processes of a pool, and ends with its worker."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["CallExpired", "Calls", "CrashedCall", "ExpiredCall", "Outcome", "Rai
 
 
 class CallExpired(Exception):  # noqa: N818 - a user's function may raise it, for a deadline of its own
-    """A reward function met its deadline: its responses cannot be scored."""
+    """A reward function exceeded its deadline: its responses cannot be scored."""
 
 
 class Calls(NamedTuple):
@@ -54,7 +54,7 @@ class RaisedCall:
 
 @dataclass(frozen=True)
 class ExpiredCall:
-    """The call met its deadline and was given up."""
+    """The call exceeded its deadline and was given up."""
 
     deadline_s: float
 

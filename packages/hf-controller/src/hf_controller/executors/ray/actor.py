@@ -114,13 +114,13 @@ class RankActor(CallServer):
         self._thread: int | None = None
 
     def __repr__(self) -> str:
-        # Ray puts it before every printed line; the line itself says role and rank.
+        # Ray puts this name before every printed line; the line itself has role and rank.
         return "host"
 
     @ray.method(concurrency_group="service")
     def open_rendezvous(self, token: str, on_one_machine: bool) -> Rendezvous:
-        """Listens for other ranks; before the workers' construction or after it, as two threads that import torch at
-        once fail.
+        """Listens for other ranks. It is called before or after the workers' construction, not during it: two threads
+        that import torch at once fail.
         """
         address = "127.0.0.1" if on_one_machine else ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
         rendezvous, store = open_rendezvous(str(address), token)
@@ -130,7 +130,7 @@ class RankActor(CallServer):
 
     @ray.method(concurrency_group="service")
     def give_up(self, name: str, token: str) -> None:
-        """Calls a connection off: ranks that wait get an error, those that come later do not wait."""
+        """Cancels a connection: ranks that wait get an error, ranks that come later do not wait."""
         self._given_up.add(token)
         store = self._rendezvous_stores.get(token)
         if store is not None:
@@ -138,7 +138,7 @@ class RankActor(CallServer):
             self._rendezvous_stores.pop(token, None)
 
     def construct(self, construction: Construction, rendezvous: Rendezvous | None) -> Failure | None:
-        """Joins the process group and constructs every worker; what goes wrong is the answer."""
+        """Joins the process group and constructs every worker; a failure is returned, not raised."""
         self._thread = threading.get_ident()
         self._pool = construction.pool
         attribute_streams(lambda: f"{self._role}/{self._rank}")
@@ -170,7 +170,7 @@ class RankActor(CallServer):
         return None
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> Failure | None:
-        """Joins the ranks of another group, once the workers are constructed; what goes wrong is the answer."""
+        """Joins the ranks of another group, once the workers are constructed; a failure is returned, not raised."""
         if joining.token in self._given_up:
             return None  # an earlier call took until after the deadline, and nobody waits for this answer
         try:
@@ -309,7 +309,7 @@ class PrefixedStream:
         return len(text)
 
     def flush(self) -> None:
-        """Pass on what is complete; an unfinished line waits for its end."""
+        """Flushes the complete lines; an unfinished line waits for its end."""
         self._target.flush()
 
     def __getattr__(self, name: str) -> Any:

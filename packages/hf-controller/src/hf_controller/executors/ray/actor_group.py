@@ -122,7 +122,7 @@ class ActorGroup:
             raise ProtocolError(f"{role} has a connection {show(name)} already. Choose another name")
 
     def connect(self, joining: Joining, rendezvous: Rendezvous) -> dict[Any, ActorRef]:
-        """Starts joining another group: the process of every rank by the handle of its answer."""
+        """Starts joining another group; returns the process of every rank by the handle of its answer."""
         return {process.actor.connect.remote(joining, rendezvous): process for process in self.processes}
 
     def keep_connection(self, role: str, name: str, other: ActorGroup) -> None:
@@ -130,13 +130,13 @@ class ActorGroup:
         self._connections[role, name] = other
 
     def disconnect(self, role: str, name: str) -> None:
-        """Has every rank leave a connection, if it is in it, once its earlier calls are over; the name is free."""
+        """Has every rank that is in a connection leave it once its earlier calls are over; frees the name."""
         self._connections.pop((role, name), None)
         for actor in self.actors:
             actor.disconnect.remote(role, name)
 
     def give_up(self, joining: Joining) -> None:
-        """Has every rank stop joining where it still does, and leave the connection if it has joined."""
+        """Has every rank stop joining if it still does so, and leave the connection if it has joined."""
         for actor in self.actors:
             actor.give_up.remote(joining.name, joining.token)
         self.disconnect(joining.role, joining.name)
@@ -147,7 +147,7 @@ class ActorGroup:
         return self._has_process_group or bool(self._connections)
 
     def list_joined(self) -> list[ActorGroup]:
-        """This group and those that it is connected with, or they are."""
+        """This group and all groups that are connected with it, directly or through other groups."""
         joined = [self]
         for each in joined:
             joined += [other for other in each._connections.values() if other not in joined]
@@ -162,12 +162,12 @@ class ActorGroup:
         return True
 
     def fail(self, failure: Failure) -> None:
-        """Ends the processes at once: the group answers with its first failure from now on."""
+        """Ends the processes at once; from now on the group reports its first failure."""
         self.failure = failure
         self.kill()
 
     def release(self) -> None:
-        """Ends the processes because nobody wants the group any more."""
+        """Ends the processes of a group that is no longer needed."""
         self.was_released = True
         self.kill()
 
@@ -178,7 +178,7 @@ class ActorGroup:
                 self.disconnect(role, name)
 
     def close(self, timeout_s: float) -> None:
-        """Asks every worker to close, as far as they answer in time."""
+        """Asks every worker to close, and waits for the answers until the timeout."""
         asked = [actor.close.remote() for actor in self.actors]
         ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
 
@@ -199,7 +199,7 @@ def _start_actor(name: str, role: str, rank: int, world_size: int, cuts_slices: 
 
 
 class Undone(NamedTuple):
-    """Reason for which some processes are not done with a request, and the ones that failed or are late."""
+    """The reason why a request is not done, and the processes that failed or are late."""
 
     failure: Failure
     processes: Sequence[ActorRef]
@@ -235,7 +235,7 @@ def await_answers(
     probe: Probe,
     since_s: float | None = None,
 ) -> Undone | None:
-    """Waits until every rank has answered what it was asked, or one that it failed, or time is up.
+    """Waits until every rank has answered a request, one rank has failed, or time is up.
 
     Args:
         asked: the process of every rank by the handle of its answer.
@@ -246,8 +246,8 @@ def await_answers(
         since_s: when the deadline began, in seconds of `time.monotonic`; None: now.
 
     Returns:
-        None if all is done. Else what went wrong on the first rank that failed; or for those that are not done in time
-        a WorkerTimeoutError with what each is at, and its stack.
+        None if all is done. Otherwise the failure of the first rank that failed; or, for ranks that are not done in
+        time, a WorkerTimeoutError with the activity and the stack of each.
     """
     ends_s = (time.monotonic() if since_s is None else since_s) + deadline.seconds
     pending = list(asked)
@@ -309,14 +309,14 @@ class OccupiedPool:
     actor_groups: list[ActorGroup] = field(default_factory=list)
 
     def find_unfinished(self, but_for: ActorGroup | None = None) -> list[Any]:
-        """Answers that are there once every call on the pool is over, or every one of other processes."""
+        """Returns the last answers that are pending: of all processes of the pool, or of all but those of `but_for`."""
         actor_groups = [actor_group for actor_group in self.actor_groups if actor_group is not but_for]
         last = [process.last_answer for actor_group in actor_groups for process in actor_group.processes]
         answers = [answer for answer in last if answer is not None]
         return ray.wait(answers, num_returns=len(answers), timeout=0, fetch_local=False)[1] if answers else []
 
     def end(self, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> None:
-        """Ends the processes of some groups; where all calls are over, orderly, their workers close first."""
+        """Ends the processes of some groups. With `orderly`, and if all calls are over, their workers close first."""
         # Ranks that are still at a call may never answer.
         if orderly and not self.find_unfinished():
             for actor_group in actor_groups:

@@ -30,7 +30,7 @@ __all__ = [
 
 _LOST = (ActorDiedError, ActorUnavailableError)
 DEATH_IS_KNOWN_S = 20.0
-"""So much later than its effect on others may Ray know that a process on another machine ended."""
+"""Longest delay with which Ray reports the end of a process on another machine, counted from its effect on others."""
 
 
 class Location(NamedTuple):
@@ -87,7 +87,7 @@ class ActorRef:
         self.is_gone = False
         self._is_here = is_here
         self._watch: ProcessWatch | None = None
-        # Asked now: a dead process, or one that stands still, could not answer later.
+        # Requested now: a process that is dead or stopped could not answer later.
         self._location = actor.locate.remote()
 
     def note_call(self, call: str, answer: Any) -> None:
@@ -150,10 +150,10 @@ class ActorRef:
 def describe_death(
     process: ActorRef, *, role: str, method: str, rank: int, error: RayError | None, probe: Probe
 ) -> Failure:
-    """Describes the end of a process that ran `role.method`, or was given it: as the system says it, else as Ray."""
+    """Describes the end of a process that ran or was given `role.method`: as the system reports it, else as Ray."""
     end = process.find_end()
     process.is_gone = True
-    if not str(end or "") and error is None:  # it was gone before it could be watched: Ray knows how, or will soon
+    if not str(end or "") and error is None:  # it ended before it could be watched: Ray knows how, or will soon
         dead = find_dead([process], probe, DEATH_IS_KNOWN_S)
         error = dead and dead[1]
     how = str(end or "") or (in_one_line(error) if error is not None else "it ended")
@@ -172,7 +172,7 @@ def describe_death(
 
 
 def find_maker(error: RayError) -> str:
-    """The process that made what is lost, as a `Failure`'s origin; nothing where Ray does not say."""
+    """The process that made a lost object, as a `Failure`'s origin; empty if Ray does not name it."""
     cause = getattr(error, "cause", error) if isinstance(error, RayTaskError) else error
     actor_id = getattr(cause, "actor_id", None)
     if isinstance(cause, ObjectLostError):
@@ -208,10 +208,10 @@ def describe_processes(processes: Sequence[ActorRef], probe: Probe, timeout_s: f
 
 
 def find_dead(processes: Sequence[ActorRef], probe: Probe, timeout_s: float) -> tuple[ActorRef, RayError] | None:
-    """The first process that Ray knows to be dead, or no longer reaches, and what it says.
+    """Returns the first process that Ray knows to be dead or cannot reach, and Ray's error.
 
-    One that lives answers at once. One that died a moment ago does not, until Ray knows its end. One that never
-    started is not asked.
+    A living process answers at once. A process that died a moment ago does not answer until Ray knows of its end. A
+    process that never started is not asked.
     """
     asked = [process for process in processes if process.find_location() is not None]
     answers = probe.ask([process.actor for process in asked], "locate", timeout_s) if asked else []

@@ -1,4 +1,4 @@
-"""A call as futures see it: wait for it, and read what it left."""
+"""A call as futures see it: they wait for it and read its results."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class RayCall:
         return True
 
     def find_failure(self) -> Failure | None:
-        """Waits for every rank, or for the first that failed: why it did."""
+        """Waits for every rank, or for the first that failed; returns the failure."""
         self._await(None)
         return self._state.failure
 
     def wait(self, timeout_s: float | None) -> list[int]:
-        """Waits for every rank; the rows that each collected rank returned.
+        """Waits for every rank; returns the numbers of rows from the collected ranks.
 
         Raises:
             HybridFlowError: the first failure of the call, or of its group.
@@ -115,7 +115,7 @@ class RayCall:
         return self._rows
 
     def outcomes(self, timeout_s: float | None, position: int | None = None) -> list[Outcome]:
-        """Wait; return the collected ranks' outcomes that are not batches, or the one at a position among them."""
+        """Waits; returns the collected ranks' outcomes that are not batches, or only the one at `position`."""
         self.wait(timeout_s)
         state = self._state
         asked = slice(None) if position is None else slice(position, position + 1)
@@ -128,7 +128,7 @@ class RayCall:
             raise self.explain_loss(error) or self._explain_object(error) from None
 
     def explain_loss(self, error: LostResultError) -> HybridFlowError | None:
-        """The end of the process that made what cannot be read; None where it is another call's, or lives."""
+        """Returns the end of the process that made a lost result; None if the process is not this call's, or lives."""
         if all(process.origin != error.maker for process in self._state.actor_group.processes):
             return None
         death = self._supervisor.explain(error.maker)
@@ -138,7 +138,9 @@ class RayCall:
         return death.to_error()
 
     def _explain_object(self, error: LostResultError) -> HybridFlowError:
-        """An object that cannot be packed is this call's failure, not the loss of another's."""
+        """Returns the error of an object that cannot be packed: this call's own failure, not the loss of another
+        result.
+        """
         state = self._state
         for rank, handle in zip(self._collected, self.handles, strict=True):
             try:
@@ -166,7 +168,7 @@ class RayCall:
 
 
 def take_ready(handles: list[Any]) -> dict[Any, CallReport | None]:
-    """The reports that are there by their handles; None for one that is lost, with its rank or its inputs."""
+    """Returns the available reports by their handles; None for a report that is lost with its rank or its inputs."""
     if not handles or not ray.is_initialized():  # Ray would start a cluster to look
         return {}
     ready = ray.wait(handles, num_returns=len(handles), timeout=0)[0]

@@ -36,18 +36,18 @@ class CallState:
         answers: reference of every called rank's answer.
         inputs: numbers of the calls that made its inputs.
         references: ids of the objects that Ray brings to the ranks before they begin. A reference would keep them.
-        deadline: how long it may take once those that it waits for are over.
+        deadline: how long the call may take once the calls that it waits for are over.
         failure_log: watches the answers.
         reports: what each rank reported.
         outcomes: what each rank left.
         failures: of the ranks that failed.
         passed_on: the ranks that failed because an input's own call did.
-        lost: why an answer cannot be had.
+        lost: by rank, why its answer cannot be read.
         failure: why the call failed.
-        is_told: whether the failure was reported to the program.
+        is_told: True if the failure was reported to the program.
         is_late: whether the program got a timeout for this call.
         left: ids of the objects that it leaves.
-        elapsed_s: how long its ranks have had.
+        elapsed_s: time that its ranks have had so far.
         grace_s: how long ago the first of them failed.
     """
 
@@ -127,7 +127,7 @@ class CallState:
         self.failure_log.note_watched(self.answers[rank], report)
 
     def choose(self, failures: Mapping[int, Failure]) -> Failure:
-        """The first of the ranks' failures, by their clocks; where an input's own call failed, what became of that."""
+        """Returns the first of the ranks' failures by their clocks, or its cause if the call of an input failed."""
         rank = min(failures, key=lambda each: self.reports[each].span.end_s if each in self.reports else float("inf"))
         return self.failure_log.find_cause(failures[rank]) if rank in self.passed_on else failures[rank]
 

@@ -40,8 +40,8 @@ _END_TIMEOUT_S = 10.0
 _MOST_REASON = 400
 _CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeout_ms")
 _PATIENCE_MS = 24 * 60 * 60 * 1000
-"""Ray closes connections with a process that stands still for 20 s, and then takes it for dead: on one machine
-`ProcessWatch` sees what ended."""
+"""Ray closes connections with a process that is stopped for 20 s, and then takes the process for dead. On one machine
+`ProcessWatch` sees which process ended."""
 _MOST_STARTS = 2
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
@@ -159,11 +159,11 @@ class Cluster:
 
     @contextmanager
     def starting(self, role: str, deadline: Deadline) -> Iterator[None]:
-        """Ends a start of workers for which the cluster's own processes do not answer.
+        """Ends a start of workers that hangs because the cluster's own processes do not answer.
 
         Args:
             role: whose workers, for the message.
-            deadline: of the start. After it, what is stopped of the cluster is continued, so that the start ends.
+            deadline: of the start. After it, stopped processes of the cluster are continued, so that the start ends.
 
         Raises:
             WorkerTimeoutError: naming what was stopped, at the end of the start.
@@ -221,8 +221,8 @@ class Cluster:
             self._spilling = None
 
     def _start(self, options: dict[str, Any]) -> None:
-        """Starts a local cluster, and another one if its processes gave up waiting for each other: Ray bounds that by a
-        few seconds, which are too short on a busy machine.
+        """Starts a local cluster, and a second one if the processes of the first gave up waiting for each other. Ray
+        lets them wait for a few seconds only, which is too short on a busy machine.
         """
         given = {name: options[name] for name in ("num_cpus", "object_store_memory")}
         for starts_left in reversed(range(_MOST_STARTS)):

@@ -53,7 +53,7 @@ _check_config = Checks(ConfigError)
 _check_pool = Checks(PoolError)
 
 _PATIENCE_S = 1e7
-"""Of a rank for its inputs: the controller has the deadline, and may stand still."""
+"""Time that a rank waits for its inputs; the controller has the deadline, and may be stopped for a while."""
 
 
 class RayExecutor(Executor):
@@ -66,8 +66,8 @@ class RayExecutor(Executor):
         object_store_bytes: shared memory of the local cluster, taken as it is used; None: 30 % of the memory that
             this process may use, see `hf_controller.choose_store_bytes`.
         start_timeout_s: deadline of placing a pool and constructing its workers.
-        call_timeout_s: deadline of a call, from the moment at which nothing before it is left to wait for. A call that
-            misses it ends its group. Naming the ranks that do not move takes up to 25 s more.
+        call_timeout_s: deadline of a call, counted from the end of everything that it waits for. A call that misses it
+            ends its group. Finding the ranks that do not move takes up to 25 s more.
         deadlines: other deadlines, by the name of a method, the kind it is registered with, or the `phase` of its
             worker, looked up in this order; `"__init__"` is the start of workers, `"*"` any other call.
         collective_timeout_s: deadline of a collective in the process groups; None: twice the longest deadline of a
@@ -209,7 +209,7 @@ class RayExecutor(Executor):
             probe=self._probe,
             since_s=time.monotonic(),
         )
-        # Waited for here: in the ranks' queues it would hold up their later calls for as long as it does not come.
+        # The controller waits for this: in the ranks' queues, the wait would hold up their later calls.
         opener = actor_groups[0].processes[0]
         joining = joinings[0]
         opened = opener.actor.open_rendezvous.remote(joining.token, joining.on_one_machine)
@@ -314,7 +314,7 @@ class RayExecutor(Executor):
         return next(filter(None, known), Deadline(self.call_timeout_s, "call_timeout_s"))
 
     def _end(self, pool: ResourcePool, actor_groups: Sequence[ActorGroup], *, orderly: bool) -> str:
-        """Ends some of a pool's groups, and gives its slots back with the last one; says what became of them."""
+        """Ends some of a pool's groups, and gives its slots back with the last one; says which ended and remain."""
         occupied = self._occupied[pool]
         left = [actor_group for actor_group in occupied.actor_groups if actor_group not in actor_groups]
         occupied.end(actor_groups, orderly=orderly)
@@ -371,7 +371,8 @@ class RayExecutor(Executor):
             if spec.returns == "metrics":
                 handles[rank] = answers[rank] = actor.run.remote(*message)
             else:
-                # The log of failures keeps answers: what is large stays apart, and goes when nobody wants it any more.
+                # The failure log keeps answers, so large results are stored apart: they are freed once nobody needs
+                # them.
                 answers[rank], left = actor.run_apart.remote(*message)
                 contents.append(left)
                 if spec.returns != "batch":

@@ -92,7 +92,7 @@ def place(
             elsewhere = [others] * len(bundles) if taken and on_distinct_machines else None
             group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=elsewhere)
             groups[machine] = group
-            # Asked now and again: Ray sees no signal while it waits, and takes a part of a second for none.
+            # Polled in slices: Ray handles no signal while it waits, and treats a timeout below a second as 0.
             while not group.wait(0):
                 time.sleep(_SLICE_S)
                 if time.monotonic() > deadline_s:

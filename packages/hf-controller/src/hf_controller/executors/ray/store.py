@@ -67,7 +67,7 @@ class RayStore:
 
     @cached_property
     def origin(self) -> Origin:
-        """This process's machine and slicer, and what its death is called."""
+        """This process's machine and slicer, and the name of its death in a `Failure`."""
         return Origin(ray.get_runtime_context().get_node_id(), self._slicer, own_origin())
 
     def put(self, value: Any) -> Any:
@@ -121,7 +121,7 @@ class RayStore:
         """Waits until the values exist, or the process that would make them is gone.
 
         Raises:
-            WorkerTimeoutError: if that is not so in time.
+            WorkerTimeoutError: if neither happens in time.
         """
         self._check_open()
         if late := ray.wait(list(handles), num_returns=len(handles), timeout=timeout_s, fetch_local=False)[1]:

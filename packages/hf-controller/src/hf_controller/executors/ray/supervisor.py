@@ -37,12 +37,12 @@ __all__ = ["Supervisor"]
 
 _ANSWER_TIMEOUT_S = 5.0
 _GRACE_S = 5.0
-"""So much later than the first of them may ranks report what all agreed on."""
+"""Longest delay after the first report with which other ranks report a failure that all agreed on."""
 _SETTLING_S = 1.0
-"""So much later than its effect on others may the end of a process be known."""
+"""Longest delay with which the end of a process becomes known, counted from its effect on others."""
 _POLL_S = 0.05
 _GAP_S = 5.0
-"""Between two looks: this process stood still, or did something else."""
+"""A longer time between two looks means that this process was stopped, or did something else."""
 _MIN_LOOK = 64
 
 
@@ -51,8 +51,8 @@ class Supervisor:
 
     Args:
         waiter: waits for answers.
-        probe: asks processes what they are at.
-        list_actor_groups: returns the sets of processes that stand.
+        probe: asks processes for their current activity.
+        list_actor_groups: returns the sets of processes that currently exist.
         cluster: the cluster, without which nothing goes on.
     """
 
@@ -146,7 +146,7 @@ class Supervisor:
             self._end_of_process(asked[dead[0]], *dead)
 
     def explain(self, maker: str) -> Failure | None:
-        """The failure of the group whose process made what is lost; None where it was released, or is not known."""
+        """Returns the failure of the group whose process made a lost result; None if it was released or is unknown."""
         self._read_answers(self._calls.values())
         for actor_group in self._list_actor_groups():
             if actor_group.failure is None and any(process.origin == maker for process in actor_group.processes):
@@ -190,7 +190,7 @@ class Supervisor:
             time.sleep(_POLL_S)
 
     def _find_remote_death(self, members: Sequence[ActorGroup]) -> bool:
-        """The same of joined groups for processes on other machines, whose end only Ray reports."""
+        """As `_find_death`, for processes of joined groups on other machines: only Ray reports their end."""
         remote = {process: each for each in members for process in each.processes if not process.is_watched}
         dead = find_dead(list(remote), self._probe, DEATH_IS_KNOWN_S)
         if dead is not None:
@@ -280,7 +280,7 @@ class Supervisor:
         )
 
     def _settle(self, call: CallState) -> None:
-        """Ends the group of a call, for its first failure; a death that others feel may be known a moment later."""
+        """Ends the group of a call for its first failure; a death may become known a moment after it affects others."""
         ends_s = time.monotonic() + _SETTLING_S
         members = call.actor_group.list_joined()
         while True:
@@ -304,7 +304,7 @@ class Supervisor:
         )
 
     def _count_time(self, call: CallState, passed_s: float) -> None:
-        """The first call of a pool waits for inputs and its ranks alone: its time, as this process saw it pass."""
+        """Counts the time, as seen by this process, of a pool's first call, which waits only for inputs and ranks."""
         if call.actor_group.failure is not None or call.inputs & self._calls.keys() or not call.actor_group.is_ready():
             return
         call.elapsed_s = 0.0 if passed_s > _GAP_S else call.elapsed_s + passed_s
@@ -312,7 +312,7 @@ class Supervisor:
             self._end_of_time(call)
 
     def _end_of_time(self, call: CallState) -> None:
-        """A call hangs: name the processes that do not move, of its group or of those that it is joined with."""
+        """Ends a call that hangs: names the processes that do not move, of its group or of groups joined with it."""
         members = [process for actor_group in call.actor_group.list_joined() for process in actor_group.processes]
         late = sorted(call.find_unread())
         seconds, key = call.deadline

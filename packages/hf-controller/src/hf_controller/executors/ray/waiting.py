@@ -41,7 +41,7 @@ class Waiter:
         self._closed = True
 
     def get_all(self, handles: Sequence[Any], timeout_s: float | None) -> list[Any]:
-        """The values if all are there within a moment, else none: most calls need no second question."""
+        """Returns the values if all are available within a moment, else []; most calls need no second request."""
         self.check_open()
         with self._guard.watching():
             try:

@@ -96,14 +96,14 @@ def _take_source(maker: str, metadata: Sequence[int], contents: Sequence[int]) -
 
 
 def _is_own(value: type | FunctionType) -> bool:
-    """True for a class or a function that every rank can import: cloudpickle asks many questions of each."""
+    """True for a class or a function that every rank can import: cloudpickle makes many checks for each."""
     return "<locals>" not in value.__qualname__ and str(value.__module__).partition(".")[0] in _OWN
 
 
 class _CallUnpickler(pickle.Unpickler):
-    """Keeps no circle: what it finds is remembered with all that it reads, which would live until a collection.
+    """Creates no reference cycle: its memo holds all that it reads, and a cycle would live until a garbage collection.
 
-    In that time a rank would hold the batches of calls that are long over.
+    Until then a rank would hold the batches of calls that are long over.
     """
 
     def __init__(self, source: io.BytesIO, references: Sequence[Any], batches: Sequence[Any]) -> None:
@@ -205,8 +205,9 @@ class CallServer:
 
     @ray.method(num_returns=2)
     def run_apart(self, *message: Any) -> tuple[Any, Any]:
-        """Runs one call that returns a batch or an object: its answer, with the metadata for readers on other machines
-        if there are any, and the contents: the shard for readers on this one, or the object.
+        """Runs one call that returns a batch or an object. Returns the answer and the contents. The answer includes the
+        metadata if there may be readers on other machines. The contents are the shard for readers on this machine, or
+        the object.
         """
         outcome, report = self._run(message)
         if isinstance(outcome, Value):
@@ -226,7 +227,7 @@ class CallServer:
             self._role = self._name
         if report.failure is None or report.failure.exception is None:
             return outcome, report
-        # Its frames hold what the method did, in cycles: activations, after an out-of-memory error.
+        # The frames of the exception hold the method's data in cycles: activations, after an out-of-memory error.
         failure = replace(report.failure, exception=None)
         del outcome
         report = report._replace(failure=failure)

@@ -298,7 +298,7 @@ class ServerBackend:
         self._files.close()
 
     def _free(self, server: Dialect) -> None:
-        """A server is asked once: SGLang's ends where it is asked twice."""
+        """Has the server free its cache, once only: a server of SGLang ends if it is asked twice."""
         if server.facts.can_release and not self._has_freed:
             server.release()
             self._has_freed = True

@@ -181,7 +181,7 @@ class ServerConnection:
 
 
 class _Response(http.client.HTTPResponse):
-    """An answer that is whole by a time, however slowly its bytes come: those of its head too.
+    """A response that must be complete by a deadline, however slowly its bytes arrive, those of its head included.
 
     Args:
         stop: that time, by the monotonic clock.

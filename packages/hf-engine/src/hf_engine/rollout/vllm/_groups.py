@@ -28,8 +28,8 @@ def form_groups(vllm_config: Any, rank: int, local_rank: int, backend: str) -> N
         parallel_state.init_distributed_environment(
             vllm_config.parallel_config.world_size, rank, "env://", local_rank, backend
         )
-        # On a CPU vLLM lets a group "tp" spin in shared memory: for ever, where a peer has died. Under another name it
-        # takes the collectives of torch.distributed, which have a deadline.
+        # On a CPU vLLM lets a group "tp" spin in shared memory, for ever if a peer has died. For a group with another
+        # name it uses the collectives of torch.distributed, which have a deadline.
         name = "gen_tp" if current_platform.is_cpu() else "tp"
         parallel_state._TP = parallel_state._ETP = _build(gen_tp, local_rank, backend, name)
         for name in ("dcp", "pcp", "pp", "dp"):

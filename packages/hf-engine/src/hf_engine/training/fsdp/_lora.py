@@ -73,7 +73,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         return super().weight_layout() if self._is_apart else layout_in_files(self._file_names, self._merged())
 
     def local_weights(self) -> Mapping[str, torch.Tensor]:
-        """This rank's shards. Of the merged model those that adapters change are copies. Collective then."""
+        """This rank's shards. For the merged model those that adapters change are copies, and this is collective."""
         if self._is_apart:
             return super().local_weights()
         self._offloaded.require_weights("local_weights")
@@ -89,7 +89,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
 
     @contextmanager
     def perturbed_adapters(self, *, seed: int, std: float) -> Iterator[None]:
-        """Inside, every `B` is drawn; afterwards all are back bit by bit."""
+        """Inside the block, every `B` is drawn; afterwards all are back bit for bit."""
         self._offloaded.require_weights("perturbed_adapters")
         boxes, shards = self._layout.boxes_of(dist.get_rank()), self._shards()
         names = [name for name in shards if name.endswith(f".{FACTORS[1]}.weight")]

@@ -19,7 +19,7 @@ __all__ = ["attend_in_trees"]
 
 
 def attend_in_trees(model: Any, micro_batch: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
-    """Inside, a forward pass on packed rows has their masks. Of other rows nothing changes."""
+    """Inside the block, a forward pass on packed rows uses their masks. For other rows nothing changes."""
     if not isinstance(micro_batch, TreeMicroBatch):
         return nullcontext()
     return _tree_masks(model, micro_batch.position_ids.to(device), micro_batch.branches.to(device))

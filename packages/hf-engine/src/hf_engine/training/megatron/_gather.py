@@ -1,8 +1,9 @@
 """Weights in storages of their own, and the all-gather over replicas that megatron-core runs in its one storage.
 
-megatron-core lays all parameters of a dtype into one flat storage, where replicas gather after a step what each of them
-stepped. A transition frees storages, whole: of that one nothing would be free before the last parameter has moved. How
-the flat order is split over replicas, and with it gradients, masters and moments, stays megatron-core's.
+megatron-core lays all parameters of a dtype into one flat storage. After a step, the replicas gather there the parts
+that each of them has stepped. A transition frees whole storages, so it could free nothing of this one before the last
+parameter has moved. megatron-core still decides how the flat order is split over replicas, and with it gradients,
+masters and moments.
 """
 
 from __future__ import annotations

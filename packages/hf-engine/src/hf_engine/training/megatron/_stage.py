@@ -105,7 +105,7 @@ class PipelineStage:
     def sum_gradients(self) -> None:
         """Adds the gradients of all calls of a step over ranks; losses were divided by global denominators before.
 
-        Collective, and once a step: the buffers hold sums and parts afterwards.
+        Collective. Call it once a step only: afterwards the buffers hold sums and parts.
         """
         with quiet():
             finalize_model_grads([self.module], None)
@@ -221,4 +221,4 @@ class PipelineStage:
 
 
 def _leave_unsummed(model: list[Any], num_tokens: torch.Tensor | None, **options: Any) -> None:
-    """In place of the sum with which a schedule ends: another call of the same step may add to the gradients."""
+    """Replaces the sum at the end of a schedule: another call of the same step may still add to the gradients."""
