@@ -52,9 +52,14 @@ def test_no_lock_file_and_no_runs_are_committed() -> None:
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
-def test_a_readme_says_what_hf_stands_for(path: Path) -> None:
-    opening = "\n".join(path.read_text().splitlines()[:5])
-    assert "HybridFlow, not Hugging Face" in opening
+def test_a_readme_begins_with_the_name_of_the_project(path: Path) -> None:
+    assert "HybridFlow" in "\n".join(path.read_text().splitlines()[:3])
+
+
+def test_the_home_page_alone_says_what_hf_stands_for() -> None:
+    pages = [*READMES, *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [path.relative_to(ROOT) for path in pages if "HybridFlow, not Hugging Face" in path.read_text()]
+    assert found == [Path("docs/index.md")]
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.parent.name)
