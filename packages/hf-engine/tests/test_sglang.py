@@ -108,7 +108,7 @@ def train_and_generate(backend, topology, train_model, rollout, directory):
     config = TrainConfig(learning_rate=3e-2, max_grad_norm=10.0)
     train = load_train_backend(backend).build(train_model, topology=topology, config=config)
     rollout = shared(rollout, topology)
-    with pytest.raises(BackendError, match=r'SglangBackend keeps its weights itself: .*use training_weights="keep"'):
+    with pytest.raises(BackendError, match=r'SglangBackend keeps its weights itself: .*Use training_weights="keep"'):
         HybridEngine(train, rollout, topology, training_weights="move")
     # A bound below the largest parameter: many groups.
     engine = HybridEngine(train, rollout, topology, bucket_bytes=8 << 10)
