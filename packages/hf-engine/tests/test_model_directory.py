@@ -337,7 +337,7 @@ KINDS = {
     "empty": (lambda d: [path.unlink() for path in d.iterdir()], "has no config.json: it is empty"),
     "pickled": (
         lambda d: (d / "model.safetensors").rename(d / "pytorch_model.bin"),
-        "but pytorch_model.bin, which runs code of others when it is read. Load the model with",
+        "but pytorch_model.bin, whose reading may run any code. Load the model with",
     ),
     "Flax": (lambda d: (d / "model.safetensors").rename(d / "flax_model.msgpack"), "the format of Flax"),
     "only GGUF": (lambda d: (d / "model.safetensors").rename(d / "m.gguf"), "but m.gguf, the format of GGUF"),

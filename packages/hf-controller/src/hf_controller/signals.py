@@ -68,7 +68,7 @@ class SignalGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Wraps code of others, such as a library's wait: a signal that arrives in the block raises its exception at
+        """Wraps third-party code, such as a library's wait: a signal that arrives in the block raises its exception at
         the end of the block, even if that code handled or changed the exception.
         """
         self._received = None

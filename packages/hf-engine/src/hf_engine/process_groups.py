@@ -43,7 +43,7 @@ meanwhile, the process aborts: torchrun would report exit code -6, not 1. Here i
 def require_process_group(error: type[HybridFlowError]) -> None:
     """Refuses, with this error, a process that has no default process group."""
     if not dist.is_initialized():
-        raise error("there is no process group. Call torch.distributed.init_process_group first")
+        raise error("torch.distributed has no default process group. Call torch.distributed.init_process_group first")
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

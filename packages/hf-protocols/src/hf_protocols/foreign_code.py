@@ -1,4 +1,4 @@
-"""The border to code of others, which may raise anything: users' functions, and libraries that read damaged files."""
+"""The border to third-party code, which may raise anything: users' functions, and libraries that read damaged files."""
 
 from __future__ import annotations
 

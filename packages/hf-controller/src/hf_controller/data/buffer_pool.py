@@ -15,7 +15,7 @@ _MIN_SPARE_BYTES = 4 * 2**20
 
 
 class BufferPool:
-    """Memory for joined rows, reused once the rows that were joined there are no longer in use.
+    """Memory for joined rows, reused once nothing refers to the rows that were joined there.
 
     New memory costs more than the copy into it: the kernel clears every page at its first touch, and may stall to find
     huge ones. A rank joins batches of about the same size at every step, so it keeps the blocks that came back.

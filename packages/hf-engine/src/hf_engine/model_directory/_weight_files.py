@@ -123,8 +123,8 @@ def _describe_lack(directory: Path) -> str:
         return f"{lack}, but {suffixes['.safetensors']}. Save the model again with save_pretrained(), or add the index"
     if pickled := next((suffixes[each] for each in _PICKLED if each in suffixes), None):
         return (
-            f"{lack}, but {pickled}, which runs code of others when it is read. Load the "
-            "model with transformers and save it with save_pretrained()"
+            f"{lack}, but {pickled}, whose reading may run any code. Load the model "
+            "with transformers and save it with save_pretrained()"
         )
     if foreign := next((each for each in _FOREIGN if each in suffixes), None):
         return f"{lack}, but {suffixes[foreign]}, the format of {_FOREIGN[foreign]}. Give the model's safetensors files"

@@ -167,7 +167,7 @@ class ActorGroup:
         self.kill()
 
     def release(self) -> None:
-        """Ends the processes of a group that is no longer needed."""
+        """Ends the processes of a group that its owner has given up."""
         self.was_released = True
         self.kill()
 
