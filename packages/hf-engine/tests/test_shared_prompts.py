@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,10 +21,10 @@ from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES
-from hf_engine.training.micro_batches import MicroBatch
+from hf_engine.training.micro_batches import MicroBatch, plan_micro_batches
 from hf_engine.training.optimizer import local_shard
 from hf_engine.training.outputs import OutputRequest
-from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
+from hf_engine.training.shared_prompts import LinePlanner, PromptSharing
 from hf_protocols import ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=4096)
@@ -54,6 +58,17 @@ def build_groups(groups=GROUPS, vocab_size=64, seed=0):
         ),
     }
     return TensorDict(columns, batch_size=[len(order)])
+
+
+def share(backend, *, join):
+    """Has a model's packs all in one line, or each in a line of its own, without a look at the work."""
+    shared = backend._shared_prompts
+    shared._costs = replace(shared._costs, pair_work=0.0)
+
+    def keep(planner, packs, padded):
+        return planner.batch([[pack] for pack in packs]), padded
+
+    return nullcontext() if join else mock.patch.object(LinePlanner, "join", keep)
 
 
 def build(model, config=CONFIG, head="lm", **changes):
@@ -103,12 +118,15 @@ def check_close(found, expected, scale=5e-6):
 
 
 def compare_family(model, **changes):
+    """Scores and gradients of a policy, whose packs are all in one line, and of a critic with a line for each pack."""
     batch = build_groups()
-    for head in ("lm", "value"):
+    for head, shapes in (("lm", [(1, 18 + 13 + 8 + 4)]), ("value", [(3, 18), (1, 4)])):
         shared, apart = (build(model, head=head, shared_prompts=each, **changes) for each in (True, False))
-        _, packed = shared._agreed_micro_batches(batch, OutputRequest(), 1.0, needs_rows=True)
-        assert sorted(len(each.rows) for each in packed) == [1, 7]
-        check_close(results(shared, batch, head), results(apart, batch, head))
+        with share(shared, join=head == "lm"):
+            _, packed = shared._agreed_micro_batches(batch, OutputRequest(), 1.0, needs_rows=True)
+            assert [tuple(each.input_ids.shape) for each in packed] == shapes
+            found = results(shared, batch, head)
+        check_close(found, results(apart, batch, head))
 
 
 @pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name != "bloom"])
@@ -182,45 +200,98 @@ def test_a_family_that_cannot_share_says_so_once(ranks1, tmp_path, family):
     assert reason in notices[0]
 
 
-def measure(model):
+def measure(model, join):
     backend, batch = build(model, shared_prompts=True), build_groups()
-    metrics = backend.forward_backward(batch, lambda outputs, _: (outputs["logprobs"].sum(), {}), 1.0)
+    with share(backend, join=join):
+        metrics = backend.forward_backward(batch, lambda outputs, _: (outputs["logprobs"].sum(), {}), 1.0)
     return metrics["batch/padding"], metrics["batch/shared"]
 
 
 def test_the_metrics_count_padding_and_saved_tokens(ranks1, tmp_path):
     """Packed rows of 18, 13 and 8 tokens are padded to 18; of the single one's 5 tokens 4 are computed.
 
-    Of 77 tokens of rows apart, 26 of prompts and the last ones of eight responses are saved.
+    Of 77 tokens of rows apart, 26 of prompts and the last ones of eight responses are saved. One line of all has no
+    padding.
     """
-    ((padding, shared),) = ranks1.run(measure, write_tiny_family(tmp_path, "llama"))
+    model = write_tiny_family(tmp_path, "llama")
+    ((padding, shared),) = ranks1.run(measure, model, False)
     assert padding == (3 * 18 - 18 - 13 - 8.0, 3 * 18 + 4.0)
     assert shared == (26.0 + 8, 77.0)
+    assert ranks1.run(measure, model, True) == [((0.0, 18 + 13 + 8 + 4.0), shared)]
 
 
 rows = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), min_size=1, max_size=9)), max_size=5)
 
 
+class Plan(NamedTuple):
+    """What a planner decides about groups of (prompt tokens, tokens of each response)."""
+
+    packs: list
+    apart: list
+    plain: list  # micro-batches of the rows apart, before any is put in a line
+    lines: list  # by micro-batch
+    padded: list
+    rows: list  # (prompt tokens, response tokens)
+
+    @classmethod
+    def of(cls, groups, max_tokens, sharing):
+        rows = [(prompt, length) for prompt, lengths in groups for length in lengths]
+        prompts, responses = ([row[side] for row in rows] for side in (0, 1))
+        numbers = iter(range(len(rows)))
+        planner = LinePlanner(prompts, responses, max_tokens, sharing)
+        packs, apart = planner.split([[next(numbers) for _ in lengths] for _, lengths in groups])
+        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
+        return cls(packs, apart, plain, *planner.join(packs, plain), rows)
+
+    def measure(self, pack):
+        return self.rows[pack[0]][0] + sum(self.rows[row][1] for row in pack)
+
+    def tokens(self):
+        """Of each line, by micro-batch."""
+        return [[sum(map(self.measure, line)) for line in batch] for batch in self.lines]
+
+    def work_of_padded(self, sharing):
+        """Of rows apart, whose prompts and responses have one width each in a micro-batch."""
+        widths = [sum(max(self.rows[row][side] for row in each) for side in (0, 1)) for each in self.plain]
+        return sum(len(each) * sharing.work(width) for each, width in zip(self.plain, widths, strict=True))
+
+
+def work_of_lines(tokens, sharing):
+    return sum(len(batch) * sharing.work(max(batch)) for batch in tokens)
+
+
 @given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())
 def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, memory, always):
     sharing = PromptSharing(pair_work=work, pair_memory=memory, always=always)
-    prompts = [prompt for prompt, lengths in groups for _ in lengths]
-    responses = [length for _, lengths in groups for length in lengths]
-    numbers = iter(range(len(prompts)))
-    packs, apart = plan_packs(
-        [[next(numbers) for _ in lengths] for _, lengths in groups], prompts, responses, max_tokens, sharing
-    )
-    batches = batch_packs(packs, prompts, responses, max_tokens, sharing)
-    batched = [pack for batch in batches for pack in batch]
-    assert sorted(batched) == sorted(packs)
-    assert sorted([*apart, *(row for pack in packs for row in pack)]) == list(range(len(prompts)))
-    tokens = {tuple(pack): prompts[pack[0]] + sum(responses[row] for row in pack) for pack in packs}
-    for batch in batches:
-        assert len(batch) * max(sharing.memory(tokens[tuple(pack)]) for pack in batch) <= max_tokens
+    plan = Plan.of(groups, max_tokens, sharing)
+    assert sorted([*plan.apart, *(row for pack in plan.packs for row in pack)]) == list(range(len(plan.rows)))
+    assert all(len(batch) * max(map(sharing.memory, batch)) <= max_tokens for batch in plan.tokens())
     if not always:
-        packed = sum(map(sharing.work, tokens.values()))
-        alone = sum(sharing.work(prompts[row] + responses[row]) for pack in packs for row in pack)
-        assert packed <= alone
+        alone = sum(sharing.work(sum(plan.rows[row])) for pack in plan.packs for row in pack)
+        assert sum(sharing.work(plan.measure(pack)) for pack in plan.packs) <= alone
+
+
+@given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())
+def test_lines_hold_every_pack_and_are_less_work_than_padding(groups, max_tokens, work, memory, always):
+    sharing = PromptSharing(pair_work=work, pair_memory=memory, always=always)
+    plan = Plan.of(groups, max_tokens, sharing)
+    laid = sorted(list(pack) for batch in plan.lines for line in batch for pack in line)
+    packs = sorted(map(list, plan.packs))
+    if laid == packs and plan.padded == plan.plain:
+        return
+    assert plan.padded == []
+    assert laid == sorted([*packs, *([row] for row in plan.apart)])
+    apart = [
+        [plan.measure(pack) for line in batch for pack in line] for batch in batch_alone(plan, max_tokens, sharing)
+    ]
+    before = work_of_lines(apart, sharing) + plan.work_of_padded(sharing)
+    assert work_of_lines(plan.tokens(), sharing) <= 0.98 * before + 1e-6
+
+
+def batch_alone(plan, max_tokens, sharing):
+    """Micro-batches of a line for each pack."""
+    prompts, responses = ([row[side] for row in plan.rows] for side in (0, 1))
+    return LinePlanner(prompts, responses, max_tokens, sharing).batch([[pack] for pack in plan.packs])
 
 
 @pytest.mark.parametrize(
@@ -229,5 +300,22 @@ def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, m
 def test_auto_shares_where_it_saves_work(prompt, response, expected):
     """Of a model with hidden size 320: attention among many long responses costs more than their prompts."""
     sharing = PromptSharing(pair_work=1e-3, pair_memory=1e-3)
-    packs, _ = plan_packs([range(8)], [prompt] * 8, [response] * 8, 1 << 20, sharing)
-    assert [len(pack) for pack in packs] == expected
+    plan = Plan.of([(prompt, [response] * 8)], 1 << 20, sharing)
+    assert [len(pack) for pack in plan.packs] == expected
+
+
+@pytest.mark.parametrize(("num_groups", "num_samples"), [(64, 1), (8, 8)])
+@pytest.mark.parametrize("seed", range(5))
+def test_auto_pads_little_where_lengths_differ(num_groups, num_samples, seed):
+    """Of a model with 7B parameters, prompts of 50 to 500 tokens and responses of 300 in the mean, at most 1,024."""
+    draw = random.Random(seed)
+    sharing = PromptSharing(pair_work=4e-5, pair_memory=1e-5)
+    groups = [
+        (draw.randint(50, 500), [min(1024, 1 + int(draw.expovariate(1 / 300))) for _ in range(num_samples)])
+        for _ in range(num_groups)
+    ]
+    plan = Plan.of(groups, 16384, sharing)
+    assert not plan.padded
+    tokens = plan.tokens()
+    computed = sum(len(batch) * max(batch) for batch in tokens)
+    assert sum(map(sum, tokens)) > 0.95 * computed

@@ -283,7 +283,8 @@ class TrainingConfig(Section):
     """Gives ranks rows of equal token sums. Results stay in the batch's order."""
     shared_prompts: Literal["auto"] | bool = "auto"
     """Computes a prompt once for all responses to it in a batch (`fsdp`): where that saves work (`"auto"`), wherever it
-    fits, or never. Models of which it would change more than rounding say so once and compute rows apart.
+    fits, or never. Unless it is false, rows of different lengths are packed in one where padding them is more work.
+    Models of which this would change more than rounding say so once, and pad rows apart.
     """
     compile: bool = False
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""

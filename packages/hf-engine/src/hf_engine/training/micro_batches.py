@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -13,14 +12,14 @@ import torch
 
 from hf_engine.backends.jagged import Places, Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
-from hf_engine.training.shared_prompts import PromptSharing, batch_packs, plan_packs
+from hf_engine.training.shared_prompts import Line, LinePlanner, PromptSharing
 from hf_protocols.errors import BatchError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-__all__ = ["MicroBatch", "SequenceBatch", "TreeMicroBatch", "measure_work", "plan_micro_batches"]
+__all__ = ["MicroBatch", "PackedMicroBatch", "SequenceBatch", "measure_work", "plan_micro_batches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,27 +76,26 @@ class MicroBatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TreeMicroBatch(MicroBatch):
-    """Packed rows of one forward pass: each is a prompt, responses to it one after the other, and padding.
+class PackedMicroBatch(MicroBatch):
+    """Packed rows of one forward pass: each holds prompts, each with the responses to it after it, and padding.
 
     Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer. The last token
     of a response is not among the inputs, because nothing is predicted from it.
     """
 
-    branches: torch.Tensor
-    """int64 [p, L], 0 for the prompt of a packed row, k for the k-th response to it, -1 for padding."""
+    segments: torch.Tensor
+    """int64 [p, L], a number for each prompt and each response of a packed row, -1 for padding."""
+    prompts: torch.Tensor
+    """int64 [p, L], the number of the prompt that a token follows, or belongs to; -1 for padding."""
+    positions: torch.Tensor
+    """int64 [p, L], from each prompt's first token, going on after it at each response; 0 for padding."""
     starts: torch.Tensor
     """int64 [b, 2], of the flattened inputs: the last token of a response's prompt, and its own first token."""
 
     @property
     def position_ids(self) -> torch.Tensor:
-        """int64 [p, L], which start over after the prompt at each response; 0 for padding."""
-        columns = torch.arange(self.branches.shape[1])
-        is_first = torch.ones_like(self.branches, dtype=torch.bool)
-        is_first[:, 1:] = self.branches[:, 1:] != self.branches[:, :-1]
-        first = torch.where(is_first, columns, 0).cummax(1).values
-        prompts = (self.branches == 0).sum(1, keepdim=True)
-        return torch.where(self.branches > 0, columns - first + prompts, columns).masked_fill(self.branches < 0, 0)
+        """int64 [p, L]."""
+        return self.positions
 
     @property
     def predicting_positions(self) -> torch.Tensor:
@@ -109,9 +107,10 @@ class TreeMicroBatch(MicroBatch):
     @property
     def num_saved(self) -> int:
         """Compared with separate rows: the prompt again for each response after the first, and all last tokens."""
-        responses = torch.bincount(self.starts[:, 0] // self.branches.shape[1], minlength=len(self.branches))
-        prompts = ((responses - 1) * (self.branches == 0).sum(1)).sum()
-        return int(prompts + self.response_mask.any(1).sum())
+        ends = self.starts[:, 0]
+        prompts: list[int] = (self.positions.flatten()[ends] + 1).tolist()
+        once = dict(zip(ends.tolist(), prompts, strict=True))
+        return sum(prompts) - sum(once.values()) + int(self.response_mask.any(1).sum())
 
 
 class SequenceBatch:
@@ -149,14 +148,12 @@ class SequenceBatch:
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
-        packed: list[list[list[int]]] = []
-        apart: Sequence[int] = range(len(prompts))
-        if self.sharing is not None and self.num_shared:
-            read = [max(0, each - 1) for each in responses]
-            packs, apart = plan_packs(self._groups, prompts, read, max_tokens, self.sharing)
-            packed = batch_packs(packs, prompts, read, max_tokens, self.sharing)
-        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
-        return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in plain]
+        if self.sharing is None:
+            return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
+        planner = LinePlanner(prompts, [max(0, each - 1) for each in responses], max_tokens, self.sharing)
+        packs, apart = planner.split(self._groups)
+        lines, plain = planner.join(packs, plan_micro_batches(prompts, responses, max_tokens, rows=apart))
+        return [self._pack(each) for each in lines] + [self._pad(torch.tensor(rows)) for rows in plain]
 
     @property
     def num_shared(self) -> int:
@@ -248,34 +245,48 @@ class SequenceBatch:
             response_mask=response_mask,
         )
 
-    def _pack(self, packs: Sequence[Sequence[int]]) -> TreeMicroBatch:
-        rows = torch.tensor([row for pack in packs for row in pack])
+    def _pack(self, lines: Sequence[Line]) -> PackedMicroBatch:
+        rows = torch.tensor([row for line in lines for pack in line for row in pack])
         prompts, responses, candidates = self._prompts, self._responses, self._candidates
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
         read = [max(0, length - 1) for _, length in responses.bounds]
-        lengths = [[prompts.bounds[pack[0]][1], *(read[row] for row in pack)] for pack in packs]
-        width = max(map(sum, lengths))
-        padding = torch.zeros(width, dtype=torch.int64)
-        parts: list[torch.Tensor] = []
-        branches: list[int] = []
-        counts: list[int] = []
+        lengths = [sum(prompts.bounds[pack[0]][1] + sum(read[row] for row in pack) for pack in line) for line in lines]
+        width = max(lengths)
+        parts: list[tuple[int, int, int, int, int]] = []  # begin, tokens, first position, number, prompt's number
         starts: list[tuple[int, int]] = []
-        for number, (pack, each) in enumerate(zip(packs, lengths, strict=True)):
-            short = width - sum(each)
-            parts += [prompts.row(pack[0]), *(responses.row(row)[: read[row]] for row in pack), padding[:short]]
-            branches += [*range(len(each)), -1]
-            counts += [*each, short]
-            firsts = [number * width + first for first in accumulate(each[:-1])]
-            starts += [(firsts[0] - 1, first) for first in firsts]
-        joined = torch.tensor(branches).repeat_interleave(torch.tensor(counts)).view(len(packs), width)
-        return TreeMicroBatch(
+        for line_number, (line, length) in enumerate(zip(lines, lengths, strict=True)):
+            column, number = line_number * width, 0
+            for pack in line:
+                begin, tokens = prompts.bounds[pack[0]]
+                parts.append((begin, tokens, 0, number, number))
+                column += tokens
+                prompt, prompt_end = number, column - 1
+                for row in pack:
+                    number += 1
+                    begin = len(prompts.values) + responses.bounds[row][0]
+                    parts.append((begin, read[row], tokens, number, prompt))
+                    starts.append((prompt_end, column))
+                    column += read[row]
+                number += 1
+            parts.append((0, width - length, 0, -1, -1))
+        of_parts = torch.tensor(parts)
+        counts = of_parts[:, 1]
+        of_tokens = of_parts.repeat_interleave(counts, 0)
+        within = torch.arange(len(of_tokens)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        begins, _, firsts, segments, owners = of_tokens.unbind(1)
+        is_token = segments >= 0
+        ids = torch.cat([prompts.values.long(), responses.values.long()])[(begins + within) * is_token] * is_token
+        shape = len(lines), width
+        return PackedMicroBatch(
             rows=rows,
             candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
-            input_ids=torch.cat(parts).long().view(len(packs), width),
-            attention_mask=joined >= 0,
+            input_ids=ids.view(shape),
+            attention_mask=is_token.view(shape),
             response_mask=response_mask,
-            branches=joined,
-            prompt_width=max(each[0] for each in lengths),
+            segments=segments.reshape(shape),
+            prompts=owners.reshape(shape),
+            positions=((firsts + within) * is_token).view(shape),
+            prompt_width=max(prompts.bounds[pack[0]][1] for line in lines for pack in line),
             response_ids=response_ids.long(),
             starts=torch.tensor(starts),
         )

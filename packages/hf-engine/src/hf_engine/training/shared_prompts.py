@@ -1,15 +1,26 @@
-"""Packs: responses to one prompt that are computed in one row, and what that costs a model.
+"""Packs: a prompt and responses to it, computed once; and lines: packs that share a row of a forward pass.
 
 Only lengths and estimates live here; tokens and masks live with the micro-batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heapreplace
 from math import ceil, sqrt
 
-__all__ = ["PromptSharing", "batch_packs", "plan_packs"]
+__all__ = ["LinePlanner", "Pack", "PromptSharing"]
+
+Pack = Sequence[int]
+"""Rows of the batch with one prompt, which is computed once for them."""
+Line = Sequence[Pack]
+"""Packs that share a row of a forward pass, one after another."""
+
+_LEAST_SAVED = 0.02
+"""Share of the work, or of padding, below which rows stay as they are: a mask costs something too."""
+_PACKS_A_LINE = (1, 2, 4)
+"""Mean numbers that are tried: with more, attention between packs costs what padding saves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,84 +43,128 @@ class PromptSharing:
         return tokens + ceil(self.pair_memory * tokens**2)
 
 
-def plan_packs(
-    groups: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_tokens: int,
-    sharing: PromptSharing,
-) -> tuple[list[list[int]], list[int]]:
-    """Splits groups into packs of responses that share a row, and rows that stay apart.
+class LinePlanner:
+    """Decides which rows of a batch are computed together.
 
     Args:
-        groups: rows that have one prompt; every row is in one group.
         prompt_lengths: of every row.
-        response_lengths: of every row.
-        max_tokens: bound on the memory of a pack.
+        response_lengths: of every row, without tokens that are not computed.
+        max_tokens: bound on the memory of a micro-batch.
         sharing: costs.
-
-    Returns:
-        Packs of two or more rows, and the rows in none of them.
     """
-    packs: list[list[int]] = []
-    apart: list[int] = []
-    for group in groups:
-        prompt = prompt_lengths[group[0]]
-        ordered = sorted(group, key=lambda row: (-response_lengths[row], row))
-        found = _split(ordered, prompt, response_lengths, max_tokens, sharing) if len(group) > 1 else []
-        packs += [pack for pack in found if len(pack) > 1]
-        packed = {row for pack in found if len(pack) > 1 for row in pack}
-        apart += [row for row in group if row not in packed]
-    return packs, sorted(apart)
+
+    def __init__(
+        self,
+        prompt_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        max_tokens: int,
+        sharing: PromptSharing,
+    ) -> None:
+        self._prompts = prompt_lengths
+        self._responses = response_lengths
+        self._max_tokens = max_tokens
+        self._sharing = sharing
+
+    def split(self, groups: Sequence[Sequence[int]]) -> tuple[list[Pack], list[int]]:
+        """Splits groups, of which every row is in one, into packs of two or more rows, and rows that stay apart."""
+        packs: list[Pack] = []
+        apart: list[int] = []
+        for group in groups:
+            ordered = sorted(group, key=lambda row: (-self._responses[row], row))
+            found = [pack for pack in self._split(ordered) if len(pack) > 1] if len(group) > 1 else []
+            packs += found
+            packed = {row for pack in found for row in pack}
+            apart += [row for row in group if row not in packed]
+        return packs, sorted(apart)
+
+    def batch(self, lines: Sequence[Line]) -> list[list[Line]]:
+        """Cuts lines into micro-batches, the longest first: lines x memory of the longest is at most `max_tokens`."""
+        batches: list[list[Line]] = []
+        room = 0
+        for length, _, line in sorted((-self._measure(line), line[0][0], line) for line in lines):
+            if not room:
+                batches.append([])
+                room = max(1, self._max_tokens // self._sharing.memory(-length))
+            batches[-1].append(line)
+            room -= 1
+        return batches
+
+    def join(
+        self, packs: Sequence[Pack], padded: Sequence[Sequence[int]]
+    ) -> tuple[list[list[Line]], Sequence[Sequence[int]]]:
+        """Has packs and rows apart share lines where that is less work than padding them.
+
+        Args:
+            packs: of `split`.
+            padded: micro-batches of its rows apart, whose prompts and whose responses are padded.
+
+        Returns:
+            Micro-batches of lines, and those of padded rows that are left.
+        """
+        best = self.batch([[pack] for pack in packs])
+        widths = [self._width(rows) for rows in padded]
+        computed = sum(len(batch) * self._measure(batch[0]) for batch in best)
+        computed += sum(len(rows) * width for rows, width in zip(padded, widths, strict=True))
+        every = [*packs, *([row] for rows in padded for row in rows)]
+        lengths = [self._measure([pack]) for pack in every]
+        total = sum(lengths)
+        if not every or computed - total <= _LEAST_SAVED * computed or not self._fits(max(lengths)):
+            return best, padded
+        least = self._work(best)
+        least += sum(len(rows) * self._sharing.work(width) for rows, width in zip(padded, widths, strict=True))
+        least *= 1 - _LEAST_SAVED
+        for lines in self._deal_lines(every, lengths):
+            batches = self.batch(lines)
+            if self._fits(self._measure(batches[0][0])) and (work := self._work(batches)) < least:
+                least, best, padded = work, batches, []
+        return best, padded
+
+    def _split(self, rows: Sequence[int]) -> list[list[int]]:
+        """The fewest packs that fit and are near the least work; none where rows apart are no more work."""
+        prompt, sharing = self._prompts[rows[0]], self._sharing
+        lengths = [self._responses[row] for row in rows]
+        count = 1
+        if not sharing.always:
+            # Of k equal responses, (P + work of pairs) / k falls with k and the pairs among responses grow with it.
+            mean = max(1.0, sum(lengths) / len(rows))
+            best = sqrt(prompt * (1 + sharing.pair_work * prompt) / sharing.pair_work) / mean
+            count = max(1, round(len(rows) / max(1.0, best)))
+        while count < len(rows):
+            packs = [[rows[index] for index in each] for each in _deal(lengths, count)]
+            found = [self._measure([pack]) for pack in packs]
+            if self._fits(max(found)):
+                apart = sum(sharing.work(prompt + length) for length in lengths)
+                return packs if sharing.always or sum(map(sharing.work, found)) < apart else []
+            count += ceil(count / 4)
+        return []
+
+    def _deal_lines(self, packs: Sequence[Pack], lengths: Sequence[int]) -> Iterator[list[Line]]:
+        """Yields lines of similar lengths: some packs in each, or as many as fit beside the longest pack."""
+        counts = {ceil(len(packs) / each) for each in _PACKS_A_LINE} | {ceil(sum(lengths) / max(lengths))}
+        for count in sorted(counts, reverse=True):
+            yield [[packs[index] for index in each] for each in _deal(lengths, count)]
+
+    def _measure(self, line: Line) -> int:
+        """Tokens of a line."""
+        return sum(self._prompts[pack[0]] + sum(self._responses[row] for row in pack) for pack in line)
+
+    def _width(self, rows: Sequence[int]) -> int:
+        return max(self._prompts[row] for row in rows) + max(self._responses[row] for row in rows)
+
+    def _fits(self, tokens: int) -> bool:
+        return self._sharing.memory(tokens) <= self._max_tokens
+
+    def _work(self, batches: Sequence[Sequence[Line]]) -> float:
+        return sum(len(batch) * self._sharing.work(self._measure(batch[0])) for batch in batches)
 
 
-def batch_packs(
-    packs: Sequence[Sequence[int]],
-    prompt_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    max_tokens: int,
-    sharing: PromptSharing,
-) -> list[list[list[int]]]:
-    """Cuts packs into micro-batches, the longest first: packs x memory of the longest is at most `max_tokens`."""
-    lengths = [prompt_lengths[pack[0]] + sum(response_lengths[row] for row in pack) for pack in packs]
-    batches: list[list[list[int]]] = []
-    room = 0
-    for index in sorted(range(len(packs)), key=lambda index: (-lengths[index], packs[index][0])):
-        if not room:
-            batches.append([])
-            room = max(1, max_tokens // sharing.memory(lengths[index]))
-        batches[-1].append(list(packs[index]))
-        room -= 1
-    return batches
-
-
-def _split(
-    rows: Sequence[int], prompt: int, responses: Sequence[int], max_tokens: int, sharing: PromptSharing
-) -> list[list[int]]:
-    """The fewest packs that fit and are near the least work; none where that is not below the work of rows apart."""
-    count = 1
-    if not sharing.always:
-        # Of k equal responses, (P + work of pairs) / k falls with k and the pairs among responses grow with it.
-        mean = max(1.0, sum(responses[row] for row in rows) / len(rows))
-        best = sqrt(prompt * (1 + sharing.pair_work * prompt) / sharing.pair_work) / mean
-        count = max(1, round(len(rows) / max(1.0, best)))
-    while count < len(rows):
-        packs = _deal(rows, responses, count)
-        lengths = [prompt + sum(responses[row] for row in pack) for pack in packs]
-        if max(map(sharing.memory, lengths)) <= max_tokens:
-            together = sum(map(sharing.work, lengths))
-            apart = sum(sharing.work(prompt + responses[row]) for row in rows)
-            return packs if sharing.always or together < apart else []
-        count += ceil(count / 4)
-    return []
-
-
-def _deal(rows: Sequence[int], responses: Sequence[int], count: int) -> list[list[int]]:
-    """Packs of similar sums: each row, longest first, goes to the shortest pack."""
-    packs: list[list[int]] = [[] for _ in range(count)]
-    sums = [0] * count
-    for row in rows:
-        shortest = min(range(count), key=lambda pack: (sums[pack], len(packs[pack]), pack))
-        packs[shortest].append(row)
-        sums[shortest] += responses[row]
-    return [pack for pack in packs if pack]
+def _deal(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Deals items to at most `count` hands of similar sums: each, longest first, goes to the hand with the least."""
+    hands: list[list[int]] = [[] for _ in range(count)]
+    sums = [(0, 0, hand) for hand in range(count)]
+    heapify(sums)
+    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
+        total, size, hand = sums[0]
+        hands[hand].append(index)
+        heapreplace(sums, (total + lengths[index], size + 1, hand))
+    return [hand for hand in hands if hand]

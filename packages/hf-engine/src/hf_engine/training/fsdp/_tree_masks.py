@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from hf_engine.training.micro_batches import MicroBatch, TreeMicroBatch
+from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -20,17 +20,19 @@ __all__ = ["attend_in_trees"]
 
 def attend_in_trees(model: Any, micro_batch: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
     """Inside the block, a forward pass on packed rows uses their masks. For other rows nothing changes."""
-    if not isinstance(micro_batch, TreeMicroBatch):
+    if not isinstance(micro_batch, PackedMicroBatch):
         return nullcontext()
-    return _tree_masks(model, micro_batch.position_ids.to(device), micro_batch.branches.to(device))
+    return _tree_masks(
+        model, micro_batch.positions.to(device), micro_batch.segments.to(device), micro_batch.prompts.to(device)
+    )
 
 
 @contextmanager
-def _tree_masks(model: Any, positions: torch.Tensor, branches: torch.Tensor) -> Iterator[None]:
+def _tree_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, prompts: torch.Tensor) -> Iterator[None]:
     """Has transformers build each kind of mask of the model, full, sliding or chunked, from positions.
 
     A model's own code asks for its masks by a rule on the columns of queries and keys. The rule is asked about their
-    positions instead, and joined with the rule that a key is the prompt's or of the same response.
+    positions instead, and joined with the rule that a key is of the query's prompt or of the same response.
     """
     kind = model.config.get_text_config()._attn_implementation
     builders: Any = ALL_MASK_ATTENTION_FUNCTIONS
@@ -41,8 +43,8 @@ def _tree_masks(model: Any, positions: torch.Tensor, branches: torch.Tensor) -> 
         uses += 1
 
         def sees(row: Any, head: Any, query: Any, key: Any) -> Any:
-            of_key = branches[row, key]
-            is_near = (of_key == 0) | (of_key == branches[row, query])
+            of_key = segments[row, key]
+            is_near = (of_key == prompts[row, query]) | (of_key == segments[row, query])
             return is_near & mask_function(row, head, positions[row, query], positions[row, key])
 
         return build(mask_function=sees, **options | {"attention_mask": None, "allow_is_causal_skip": False})
