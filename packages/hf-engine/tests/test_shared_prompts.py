@@ -224,7 +224,7 @@ rows = st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 12), min_s
 
 
 class Plan(NamedTuple):
-    """What a planner decides about groups of (prompt tokens, tokens of each response)."""
+    """A planner's decisions about groups of (prompt tokens, tokens of each response)."""
 
     packs: list
     apart: list

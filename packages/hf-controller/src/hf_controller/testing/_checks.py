@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 
@@ -245,6 +246,13 @@ def check_ranks_have_random_numbers_of_their_own(stage: StageWorker) -> None:
         first, second = stage.three.draw(count).result()[:2]
         require(first, second, f"{count} draws of ranks of one seed and equally many calls")
     require(torch.equal(torch.get_rng_state(), state), True, "the program's own stream is untouched")
+    np.random.seed(7)
+    found = [np.random.randn()]
+    of_ranks = [stage.three.draw_normal(seed).result() for seed in (4, None)]
+    found.append(np.random.randn())
+    require(found, np.random.RandomState(7).randn(2).tolist(), "the program's own pair of normal numbers")
+    first, _, third = np.random.RandomState(4).randn(3).tolist()
+    require(of_ranks, [[first] * 3, [third] * 3], "normal numbers of a rank, of which a call leaves no second one")
 
 
 def check_ranks_have_objects_of_their_own(stage: StageWorker) -> None:

@@ -243,6 +243,13 @@ class ProbeWorker(DeclaringWorker):
         return torch.rand(count).tolist(), random.random(), float(np.random.rand())
 
     @register(protocol=ONE_TO_ALL, returns="object")
+    def draw_normal(self, seed: int | None = None) -> float:
+        """The first of a pair of numpy's normal numbers; the other one is left pending."""
+        if seed is not None:
+            np.random.seed(seed)
+        return float(np.random.randn())
+
+    @register(protocol=ONE_TO_ALL, returns="object")
     def append_rank(self, given: dict[str, list[int]]) -> list[int]:
         """Writes into an argument."""
         given["seen"].append(self.context.rank)

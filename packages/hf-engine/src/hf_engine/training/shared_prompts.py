@@ -139,7 +139,7 @@ class LinePlanner:
         return []
 
     def _deal_lines(self, packs: Sequence[Pack], lengths: Sequence[int]) -> Iterator[list[Line]]:
-        """Yields lines of similar lengths: some packs in each, or as many as fit beside the longest pack."""
+        """Yields lines of similar lengths: some packs in each, or as many as fit next to the longest pack."""
         counts = {ceil(len(packs) / each) for each in _PACKS_A_LINE} | {ceil(sum(lengths) / max(lengths))}
         for count in sorted(counts, reverse=True):
             yield [[packs[index] for index in each] for each in _deal(lengths, count)]
