@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hf_engine.training.batch_agreement import agree_on_micro_batches
-from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
+from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, plan_micro_batches
 from hf_engine.training.shared_prompts import PromptSharing
 from hf_protocols import BatchError
 
@@ -170,6 +170,17 @@ def test_rows_that_may_share_prompts_end_before_the_last_column():
     assert (cut.predicting_positions + rows).tolist() == whole.predicting_positions.tolist()
     assert int(whole.predicting_positions.max()) % width == width - 2
     assert (whole.num_saved, cut.num_saved) == (0, 1)
+
+
+def test_a_row_too_long_for_a_mask_is_padded_and_others_are_packed():
+    prompts = [[1] * 60, *([row + 2] * length for row, length in enumerate((2, 9, 3, 8, 4, 7)))]
+    columns = {"prompt_ids": jagged(prompts), "response_ids": jagged([[11, 12]] * 7)}
+    sequences = SequenceBatch(TensorDict(columns, batch_size=[7]))
+    sequences.sharing = PromptSharing(pair_work=1e-6, pair_memory=0.05)
+    found = sequences.micro_batches(100)
+    assert [sorted(each.rows.tolist()) for each in found if isinstance(each, PackedMicroBatch)] == [[1, 2, 3, 4, 5, 6]]
+    (alone,) = (each for each in found if not isinstance(each, PackedMicroBatch))
+    assert alone.rows.tolist() == [0]
 
 
 def test_a_loss_sees_padded_columns_and_results_keep_their_order():

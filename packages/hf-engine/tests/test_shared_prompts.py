@@ -227,8 +227,8 @@ class Plan(NamedTuple):
     """A planner's decisions about groups of (prompt tokens, tokens of each response)."""
 
     packs: list
-    apart: list
-    plain: list  # micro-batches of the rows apart, before any is put in a line
+    apart: list  # rows that may be in a line
+    plain: list  # their micro-batches, before any is put in a line
     lines: list  # by micro-batch
     padded: list
     rows: list  # (prompt tokens, response tokens)
@@ -240,6 +240,7 @@ class Plan(NamedTuple):
         numbers = iter(range(len(rows)))
         planner = LinePlanner(prompts, responses, max_tokens, sharing)
         packs, apart = planner.split([[next(numbers) for _ in lengths] for _, lengths in groups])
+        apart = [row for row in apart if planner.fits(row)]
         plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
         return cls(packs, apart, plain, *planner.join(packs, plain), rows)
 
@@ -264,7 +265,9 @@ def work_of_lines(tokens, sharing):
 def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, memory, always):
     sharing = PromptSharing(pair_work=work, pair_memory=memory, always=always)
     plan = Plan.of(groups, max_tokens, sharing)
-    assert sorted([*plan.apart, *(row for pack in plan.packs for row in pack)]) == list(range(len(plan.rows)))
+    too_long = [row for row, lengths in enumerate(plan.rows) if sharing.memory(sum(lengths)) > max_tokens]
+    packed = [row for pack in plan.packs for row in pack]
+    assert sorted([*plan.apart, *packed, *(row for row in too_long if row not in packed)]) == [*range(len(plan.rows))]
     assert all(len(batch) * max(map(sharing.memory, batch)) <= max_tokens for batch in plan.tokens())
     if not always:
         alone = sum(sharing.work(sum(plan.rows[row])) for pack in plan.packs for row in pack)

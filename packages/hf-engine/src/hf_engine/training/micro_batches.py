@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 from zlib import crc32
 
@@ -148,12 +148,14 @@ class SequenceBatch:
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
+        plan = partial(plan_micro_batches, prompts, responses, max_tokens)
         if self.sharing is None:
-            return [self._pad(torch.tensor(rows)) for rows in plan_micro_batches(prompts, responses, max_tokens)]
+            return [self._pad(torch.tensor(rows)) for rows in plan()]
         planner = LinePlanner(prompts, [max(0, each - 1) for each in responses], max_tokens, self.sharing)
         packs, apart = planner.split(self._groups)
-        lines, plain = planner.join(packs, plan_micro_batches(prompts, responses, max_tokens, rows=apart))
-        return [self._pack(each) for each in lines] + [self._pad(torch.tensor(rows)) for rows in plain]
+        plain = plan(rows=[row for row in apart if not planner.fits(row)])
+        lines, padded = planner.join(packs, plan(rows=[row for row in apart if planner.fits(row)]))
+        return [self._pack(each) for each in lines] + [self._pad(torch.tensor(rows)) for rows in [*plain, *padded]]
 
     @property
     def num_shared(self) -> int:

@@ -77,6 +77,10 @@ class LinePlanner:
             apart += [row for row in group if row not in packed]
         return packs, sorted(apart)
 
+    def fits(self, row: int) -> bool:
+        """True if a row apart may be in a line: the line's mask needs memory, too."""
+        return self._fits(self._measure([[row]]))
+
     def batch(self, lines: Sequence[Line]) -> list[list[Line]]:
         """Cuts lines into micro-batches, the longest first: lines x memory of the longest is at most `max_tokens`."""
         batches: list[list[Line]] = []
@@ -96,7 +100,7 @@ class LinePlanner:
 
         Args:
             packs: of `split`.
-            padded: micro-batches of its rows apart, whose prompts and whose responses are padded.
+            padded: micro-batches of its rows apart that fit, whose prompts and whose responses are padded.
 
         Returns:
             Micro-batches of lines, and those of padded rows that are left.
@@ -108,7 +112,7 @@ class LinePlanner:
         every = [*packs, *([row] for rows in padded for row in rows)]
         lengths = [self._measure([pack]) for pack in every]
         total = sum(lengths)
-        if not every or computed - total <= _LEAST_SAVED * computed or not self._fits(max(lengths)):
+        if computed - total <= _LEAST_SAVED * computed:
             return best, padded
         least = self._work(best)
         least += sum(len(rows) * self._sharing.work(width) for rows, width in zip(padded, widths, strict=True))
