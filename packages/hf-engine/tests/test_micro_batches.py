@@ -161,7 +161,8 @@ def test_prompts_end_and_responses_start_at_one_column():
 def test_rows_that_may_share_prompts_end_before_the_last_column():
     (whole,) = SequenceBatch(batch_of_three()).micro_batches(100)
     sequences = SequenceBatch(batch_of_three())
-    sequences.sharing = PromptSharing(pair_work=1, pair_memory=100)  # for masks of packed rows there is no room
+    # The masks of packed rows do not fit in the budget.
+    sequences.sharing = PromptSharing(pair_work=1, pair_memory=100)
     (cut,) = sequences.micro_batches(100)
     assert cut.input_ids.tolist() == whole.input_ids[:, :-1].tolist()
     assert cut.attention_mask.tolist() == whole.attention_mask[:, :-1].tolist()

@@ -24,7 +24,7 @@ from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES
 from hf_engine.training.micro_batches import MicroBatch, plan_micro_batches
 from hf_engine.training.optimizer import local_shard
 from hf_engine.training.outputs import OutputRequest
-from hf_engine.training.shared_prompts import LinePlanner, PromptSharing
+from hf_engine.training.shared_prompts import PackedRowPlanner, PromptSharing
 from hf_protocols import ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=4096)
@@ -61,14 +61,14 @@ def build_groups(groups=GROUPS, vocab_size=64, seed=0):
 
 
 def share(backend, *, join):
-    """Has a model's packs all in one line, or each in a line of its own, without a look at the work."""
+    """Has a model's packs all in one packed row, or each in one of its own, without a look at the work."""
     shared = backend._shared_prompts
     shared._costs = replace(shared._costs, pair_work=0.0)
 
     def keep(planner, packs, padded):
         return planner.batch([[pack] for pack in packs]), padded
 
-    return nullcontext() if join else mock.patch.object(LinePlanner, "join", keep)
+    return nullcontext() if join else mock.patch.object(PackedRowPlanner, "join", keep)
 
 
 def build(model, config=CONFIG, head="lm", **changes):
@@ -118,7 +118,7 @@ def check_close(found, expected, scale=5e-6):
 
 
 def compare_family(model, **changes):
-    """Scores and gradients of a policy, whose packs are all in one line, and of a critic with a line for each pack."""
+    """Scores and gradients of a policy, whose packs are all in one row, and of a critic with a row for each pack."""
     batch = build_groups()
     for head, shapes in (("lm", [(1, 18 + 13 + 8 + 4)]), ("value", [(3, 18), (1, 4)])):
         shared, apart = (build(model, head=head, shared_prompts=each, **changes) for each in (True, False))
@@ -210,7 +210,7 @@ def measure(model, join):
 def test_the_metrics_count_padding_and_saved_tokens(ranks1, tmp_path):
     """Packed rows of 18, 13 and 8 tokens are padded to 18; of the single one's 5 tokens 4 are computed.
 
-    Of 77 tokens of rows apart, 26 of prompts and the last ones of eight responses are saved. One line of all has no
+    Of 77 tokens of rows apart, 26 of prompts and the last ones of eight responses are saved. One row of all has no
     padding.
     """
     model = write_tiny_family(tmp_path, "llama")
@@ -227,9 +227,9 @@ class Plan(NamedTuple):
     """A planner's decisions about groups of (prompt tokens, tokens of each response)."""
 
     packs: list
-    apart: list  # rows that may be in a line
-    plain: list  # their micro-batches, before any is put in a line
-    lines: list  # by micro-batch
+    apart: list  # rows that may be packed
+    plain: list  # their micro-batches, before any is packed
+    packed: list  # rows by micro-batch
     padded: list
     rows: list  # (prompt tokens, response tokens)
 
@@ -238,7 +238,7 @@ class Plan(NamedTuple):
         rows = [(prompt, length) for prompt, lengths in groups for length in lengths]
         prompts, responses = ([row[side] for row in rows] for side in (0, 1))
         numbers = iter(range(len(rows)))
-        planner = LinePlanner(prompts, responses, max_tokens, sharing)
+        planner = PackedRowPlanner(prompts, responses, max_tokens, sharing)
         packs, apart = planner.split([[next(numbers) for _ in lengths] for _, lengths in groups])
         apart = [row for row in apart if planner.fits(row)]
         plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
@@ -248,8 +248,8 @@ class Plan(NamedTuple):
         return self.rows[pack[0]][0] + sum(self.rows[row][1] for row in pack)
 
     def tokens(self):
-        """Of each line, by micro-batch."""
-        return [[sum(map(self.measure, line)) for line in batch] for batch in self.lines]
+        """Of each packed row, by micro-batch."""
+        return [[sum(map(self.measure, packs)) for packs in batch] for batch in self.packed]
 
     def work_of_padded(self, sharing):
         """Of rows apart, whose prompts and responses have one width each in a micro-batch."""
@@ -257,7 +257,7 @@ class Plan(NamedTuple):
         return sum(len(each) * sharing.work(width) for each, width in zip(self.plain, widths, strict=True))
 
 
-def work_of_lines(tokens, sharing):
+def work_of_packed(tokens, sharing):
     return sum(len(batch) * sharing.work(max(batch)) for batch in tokens)
 
 
@@ -275,26 +275,35 @@ def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, m
 
 
 @given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())
-def test_lines_hold_every_pack_and_are_less_work_than_padding(groups, max_tokens, work, memory, always):
+def test_packed_rows_are_less_work_than_padding(groups, max_tokens, work, memory, always):
     sharing = PromptSharing(pair_work=work, pair_memory=memory, always=always)
     plan = Plan.of(groups, max_tokens, sharing)
-    laid = sorted(list(pack) for batch in plan.lines for line in batch for pack in line)
+    laid = sorted(list(pack) for batch in plan.packed for packs in batch for pack in packs)
     packs = sorted(map(list, plan.packs))
     if laid == packs and plan.padded == plan.plain:
         return
     assert plan.padded == []
     assert laid == sorted([*packs, *([row] for row in plan.apart)])
     apart = [
-        [plan.measure(pack) for line in batch for pack in line] for batch in batch_alone(plan, max_tokens, sharing)
+        [plan.measure(pack) for packs in batch for pack in packs] for batch in batch_alone(plan, max_tokens, sharing)
     ]
-    before = work_of_lines(apart, sharing) + plan.work_of_padded(sharing)
-    assert work_of_lines(plan.tokens(), sharing) <= 0.98 * before + 1e-6
+    before = work_of_packed(apart, sharing) + plan.work_of_padded(sharing)
+    assert work_of_packed(plan.tokens(), sharing) <= 0.98 * before + 1e-6
+
+
+def test_padded_responses_are_bounded_too():
+    """One response of 4,000 tokens next to 3,000 of one token would be a column of 12 million numbers."""
+    sharing = PromptSharing(pair_work=1e-9, pair_memory=1e-9)
+    plan = Plan.of([(1, [4000]), *[(1, [1])] * 3000], 16384, sharing)
+    sizes = [[plan.rows[row][1] for packs in batch for pack in packs for row in pack] for batch in plan.packed]
+    assert sum(map(len, sizes)) == 3001
+    assert all(len(each) * max(each) <= 16 * 16384 for each in sizes)
 
 
 def batch_alone(plan, max_tokens, sharing):
-    """Micro-batches of a line for each pack."""
+    """Micro-batches of a packed row for each pack."""
     prompts, responses = ([row[side] for row in plan.rows] for side in (0, 1))
-    return LinePlanner(prompts, responses, max_tokens, sharing).batch([[pack] for pack in plan.packs])
+    return PackedRowPlanner(prompts, responses, max_tokens, sharing).batch([[pack] for pack in plan.packs])
 
 
 @pytest.mark.parametrize(

@@ -283,8 +283,9 @@ class TrainingConfig(Section):
     """Gives ranks rows of equal token sums. Results stay in the batch's order."""
     shared_prompts: Literal["auto"] | bool = "auto"
     """Computes a prompt once for all responses to it in a batch (`fsdp`): where that saves work (`"auto"`), wherever it
-    fits, or never. Unless it is false, rows of different lengths are packed in one where padding them is more work.
-    Models of which this would change more than rounding say so once, and pad rows apart.
+    fits, or never. `"auto"` and true also put rows of different lengths in one packed row, where that is less work than
+    padding. Models of which this would change more than rounding pad rows apart, and say so at the first prompt that
+    two rows have in common.
     """
     compile: bool = False
     """Compiles decoder layers; takes minutes at first, and needs a C++ compiler."""

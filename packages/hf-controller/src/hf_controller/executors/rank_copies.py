@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
+
+from numpy.random import mtrand
 
 from hf_protocols.foreign_code import Caught
 
-__all__ = ["RandomStream", "copy_object", "forget_pending_normal"]
+__all__ = ["RandomStream", "copy_object"]
 
 
 class RandomStream:
@@ -25,40 +26,21 @@ class RandomStream:
     def __init__(self, device: str) -> None:
         self._device = device
         self._states: dict[str, Any] | None = None
-        self._numpys: Any = None
+        self._of_numpy: _NumpyRandom | None = None
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
         """Within the block the global generators continue where this rank left them; afterwards they are as before."""
-        outside = self._save()
+        outside, numpy_outside = self._save(), _NumpyRandom.current()
         if self._states is not None:
             _restore(self._states)
+        (self._of_numpy or numpy_outside.copy()).lend()
         try:
-            with self._numpys_drawn():
-                yield
+            yield
         finally:
-            self._states = self._save()
+            self._states, self._of_numpy = self._save(), _NumpyRandom.current()
             _restore(outside)
-
-    @contextmanager
-    def _numpys_drawn(self) -> Iterator[None]:
-        """Lends numpy this rank's generator: to copy states in and out would take 0.2 ms a call."""
-        if "numpy" not in sys.modules:
-            yield
-            return
-        numpys = sys.modules["numpy"].random
-        generator, state = numpys.get_bit_generator(), numpys.get_state(legacy=False)
-        if self._numpys is None:
-            self._numpys = type(generator)()
-            self._numpys.state = generator.state
-        numpys.set_bit_generator(self._numpys)
-        try:
-            yield
-        finally:
-            self._numpys = numpys.get_bit_generator()
-            numpys.set_bit_generator(generator)
-            if state["has_gauss"]:
-                numpys.set_state(state)
+            numpy_outside.lend()
 
     def _save(self) -> dict[str, Any]:
         import torch
@@ -67,6 +49,28 @@ class RandomStream:
         if self._device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states[self._device] = torch.cuda.get_rng_state(self._device)
         return states
+
+
+class _NumpyRandom(NamedTuple):
+    """Numpy's global random numbers: a bit generator is lent, because copies of its state take 0.1 ms a call."""
+
+    bit_generator: Any
+    state: dict[str, Any] | None
+    """Its state, with the second of two normal numbers that numpy drew together, which no bit generator has; else None."""
+
+    @classmethod
+    def current(cls) -> _NumpyRandom:
+        state = mtrand.get_state(legacy=False)
+        return cls(mtrand.get_bit_generator(), state if state["has_gauss"] else None)
+
+    def copy(self) -> _NumpyRandom:
+        return _NumpyRandom(copy.deepcopy(self.bit_generator), self.state)
+
+    def lend(self) -> None:
+        """Has numpy draw from this generator."""
+        mtrand.set_bit_generator(self.bit_generator)
+        if self.state is not None:
+            mtrand.set_state(self.state)
 
 
 def _restore(states: dict[str, Any]) -> None:
@@ -79,16 +83,6 @@ def _restore(states: dict[str, Any]) -> None:
             torch.set_rng_state(state)
         else:
             torch.cuda.set_rng_state(state, name)
-
-
-def forget_pending_normal() -> None:
-    """Drops the second of a pair of normal numbers that numpy's global generator drew in an earlier call.
-
-    It is not part of a generator's state: a rank would have it in a process of its own only.
-    """
-    if "numpy" in sys.modules:
-        numpys = sys.modules["numpy"].random
-        numpys.set_bit_generator(numpys.get_bit_generator())
 
 
 def copy_object(value: Any) -> Any:

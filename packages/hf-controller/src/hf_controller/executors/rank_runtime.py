@@ -18,7 +18,6 @@ from hf_controller.data.expressions import Expression, ShardTable, Source
 from hf_controller.data.gather import BatchReader
 from hf_controller.data.results import Outcome, publish
 from hf_controller.data.transport import ObjectStore, Shard
-from hf_controller.executors.rank_copies import forget_pending_normal
 from hf_controller.failures import Failure, UpstreamFailure
 from hf_controller.groups.call import BatchArgument, Call, StoredArgument
 from hf_controller.groups.worker import Worker, WorkerSpec, takes_pieces
@@ -155,7 +154,6 @@ class RankRuntime:
         context.sub_spans.clear()
         context.labels.clear()
         context.labels.update(call.labels)
-        forget_pending_normal()
         try:
             outcome = self._run(call, progress, share)
         except UpstreamFailure as error:

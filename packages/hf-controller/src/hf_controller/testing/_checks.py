@@ -246,13 +246,14 @@ def check_ranks_have_random_numbers_of_their_own(stage: StageWorker) -> None:
         first, second = stage.three.draw(count).result()[:2]
         require(first, second, f"{count} draws of ranks of one seed and equally many calls")
     require(torch.equal(torch.get_rng_state(), state), True, "the program's own stream is untouched")
+    state_of_numpy = np.random.get_state()
     np.random.seed(7)
     found = [np.random.randn()]
-    of_ranks = [stage.three.draw_normal(seed).result() for seed in (4, None)]
+    of_ranks = [stage.three.draw_normal(seed).result() for seed in (4, None, None)]
     found.append(np.random.randn())
+    np.random.set_state(state_of_numpy)
     require(found, np.random.RandomState(7).randn(2).tolist(), "the program's own pair of normal numbers")
-    first, _, third = np.random.RandomState(4).randn(3).tolist()
-    require(of_ranks, [[first] * 3, [third] * 3], "normal numbers of a rank, of which a call leaves no second one")
+    require(of_ranks, [[each] * 3 for each in np.random.RandomState(4).randn(3).tolist()], "normal numbers of a rank")
 
 
 def check_ranks_have_objects_of_their_own(stage: StageWorker) -> None:

@@ -244,7 +244,7 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def draw_normal(self, seed: int | None = None) -> float:
-        """The first of a pair of numpy's normal numbers; the other one is left pending."""
+        """One of numpy's normal numbers, which it draws in pairs."""
         if seed is not None:
             np.random.seed(seed)
         return float(np.random.randn())

@@ -57,8 +57,8 @@ class TrainConfig:
     """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
     shared_prompts: Literal["auto"] | bool = "auto"
     """Compute a prompt once for all responses to it in a batch (`fsdp`): where that saves work, wherever it fits, or
-    never. Unless it is False, rows share a row of a forward pass where padding them is more work. Models of which it
-    would change more than rounding compute rows apart."""
+    never. `"auto"` and True also put rows of different lengths in one packed row, where that is less work than padding.
+    Models of which it would change more than rounding compute rows apart."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite, or above `explode_above`, is an error or is left out. Weights,
     moments and the number of steps stay as they are either way."""

@@ -12,7 +12,7 @@ import torch
 
 from hf_engine.backends.jagged import Places, Ragged, read_candidates, read_ids, require_columns, to_jagged
 from hf_engine.resharding.digest import compute_digest
-from hf_engine.training.shared_prompts import Line, LinePlanner, PromptSharing
+from hf_engine.training.shared_prompts import PackedRow, PackedRowPlanner, PromptSharing
 from hf_protocols.errors import BatchError
 from hf_protocols.validation import show
 
@@ -77,7 +77,8 @@ class MicroBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedMicroBatch(MicroBatch):
-    """Packed rows of one forward pass: each holds prompts, each with the responses to it after it, and padding.
+    """Packed rows of one forward pass. Each is a sequence of prompts, every prompt followed by its responses, and then
+    padding.
 
     Each of its b `rows` is one response: the masks and ids of responses have b rows, the inputs fewer. The last token
     of a response is not among the inputs, because nothing is predicted from it.
@@ -86,9 +87,9 @@ class PackedMicroBatch(MicroBatch):
     segments: torch.Tensor
     """int64 [p, L], a number for each prompt and each response of a packed row, -1 for padding."""
     prompts: torch.Tensor
-    """int64 [p, L], the number of the prompt that a token follows, or belongs to; -1 for padding."""
+    """int64 [p, L], the number of the token's prompt; -1 for padding."""
     positions: torch.Tensor
-    """int64 [p, L], from each prompt's first token, going on after it at each response; 0 for padding."""
+    """int64 [p, L], as in separate rows: a prompt begins at 0, its responses at the prompt's length; 0 for padding."""
     starts: torch.Tensor
     """int64 [b, 2], of the flattened inputs: the last token of a response's prompt, and its own first token."""
 
@@ -128,7 +129,7 @@ class SequenceBatch:
     """
 
     sharing: PromptSharing | None = None
-    """When responses to one prompt are packed in one row; None: every row has its own prompt, and is computed whole."""
+    """Costs by which rows are packed; None: every row is padded, and computed whole."""
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
@@ -151,11 +152,11 @@ class SequenceBatch:
         plan = partial(plan_micro_batches, prompts, responses, max_tokens)
         if self.sharing is None:
             return [self._pad(torch.tensor(rows)) for rows in plan()]
-        planner = LinePlanner(prompts, [max(0, each - 1) for each in responses], max_tokens, self.sharing)
+        planner = PackedRowPlanner(prompts, self._num_read, max_tokens, self.sharing)
         packs, apart = planner.split(self._groups)
         plain = plan(rows=[row for row in apart if not planner.fits(row)])
-        lines, padded = planner.join(packs, plan(rows=[row for row in apart if planner.fits(row)]))
-        return [self._pack(each) for each in lines] + [self._pad(torch.tensor(rows)) for rows in [*plain, *padded]]
+        packed, padded = planner.join(packs, plan(rows=[row for row in apart if planner.fits(row)]))
+        return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in [*plain, *padded]]
 
     @property
     def num_shared(self) -> int:
@@ -230,6 +231,16 @@ class SequenceBatch:
             groups.setdefault(values[start : start + length].tobytes(), []).append(row)
         return list(groups.values())
 
+    @cached_property
+    def _num_read(self) -> list[int]:
+        """Of each packed response, tokens from which another one is predicted."""
+        return [max(0, length - 1) for length in self._responses.lengths.tolist()]
+
+    @cached_property
+    def _tokens(self) -> torch.Tensor:
+        """Values of the prompts, and then of the responses."""
+        return torch.cat([self._prompts.values.long(), self._responses.values.long()])
+
     def _pad(self, rows: torch.Tensor) -> MicroBatch:
         prompts, responses = self._prompts, self._responses
         prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
@@ -247,18 +258,20 @@ class SequenceBatch:
             response_mask=response_mask,
         )
 
-    def _pack(self, lines: Sequence[Line]) -> PackedMicroBatch:
-        rows = torch.tensor([row for line in lines for pack in line for row in pack])
+    def _pack(self, packed: Sequence[PackedRow]) -> PackedMicroBatch:
+        rows = torch.tensor([row for packs in packed for pack in packs for row in pack])
         prompts, responses, candidates = self._prompts, self._responses, self._candidates
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
-        read = [max(0, length - 1) for _, length in responses.bounds]
-        lengths = [sum(prompts.bounds[pack[0]][1] + sum(read[row] for row in pack) for pack in line) for line in lines]
+        read = self._num_read
+        lengths = [
+            sum(prompts.bounds[pack[0]][1] + sum(read[row] for row in pack) for pack in packs) for packs in packed
+        ]
         width = max(lengths)
         parts: list[tuple[int, int, int, int, int]] = []  # begin, tokens, first position, number, prompt's number
         starts: list[tuple[int, int]] = []
-        for line_number, (line, length) in enumerate(zip(lines, lengths, strict=True)):
-            column, number = line_number * width, 0
-            for pack in line:
+        for index, (packs, length) in enumerate(zip(packed, lengths, strict=True)):
+            column, number = index * width, 0
+            for pack in packs:
                 begin, tokens = prompts.bounds[pack[0]]
                 parts.append((begin, tokens, 0, number, number))
                 column += tokens
@@ -277,8 +290,8 @@ class SequenceBatch:
         within = torch.arange(len(of_tokens)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
         begins, _, firsts, segments, owners = of_tokens.unbind(1)
         is_token = segments >= 0
-        ids = torch.cat([prompts.values.long(), responses.values.long()])[(begins + within) * is_token] * is_token
-        shape = len(lines), width
+        ids = self._tokens[(begins + within) * is_token] * is_token
+        shape = len(packed), width
         return PackedMicroBatch(
             rows=rows,
             candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
@@ -288,7 +301,7 @@ class SequenceBatch:
             segments=segments.reshape(shape),
             prompts=owners.reshape(shape),
             positions=((firsts + within) * is_token).view(shape),
-            prompt_width=max(prompts.bounds[pack[0]][1] for line in lines for pack in line),
+            prompt_width=max(prompts.bounds[pack[0]][1] for packs in packed for pack in packs),
             response_ids=response_ids.long(),
             starts=torch.tensor(starts),
         )

@@ -1,4 +1,4 @@
-"""Packs: a prompt and responses to it, computed once; and lines: packs that share a row of a forward pass.
+"""Packs: a prompt and responses to it, which is computed once; and packed rows: packs in one row of a forward pass.
 
 Only lengths and estimates live here; tokens and masks live with the micro-batches.
 """
@@ -10,29 +10,31 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import ceil, sqrt
 
-__all__ = ["LinePlanner", "Pack", "PromptSharing"]
+__all__ = ["PackedRow", "PackedRowPlanner", "PromptSharing"]
 
 Pack = Sequence[int]
 """Rows of the batch with one prompt, which is computed once for them."""
-Line = Sequence[Pack]
-"""Packs that share a row of a forward pass, one after another."""
+PackedRow = Sequence[Pack]
+"""Packs one after another."""
 
 _LEAST_SAVED = 0.02
-"""Share of the work, or of padding, below which rows stay as they are: a mask costs something too."""
-_PACKS_A_LINE = (1, 2, 4)
+"""Smallest share of work, or of padding, that packing must save: building masks takes time, too."""
+_PACKS_A_ROW = (1, 2, 4)
 """Mean numbers that are tried: with more, attention between packs costs what padding saves."""
+_MOST_CELLS = 16
+"""Bound on responses x longest response of a micro-batch, in its tokens: columns of a loss have that size, padded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSharing:
-    """Costs of rows of a model, in tokens, and when responses share the row of their prompt."""
+    """Costs of rows of a model, in tokens; `always` has responses share their prompt without a look at the work."""
 
     pair_work: float
     """Work of attention between two tokens, as a share of all other work on a token."""
     pair_memory: float
     """Bytes of masks for two tokens, as a share of those that a token needs at least."""
     always: bool = False
-    """Share rows wherever they fit, without a look at the work."""
+    """Share prompts wherever they fit."""
 
     def work(self, tokens: int) -> float:
         """Of a row, in tokens."""
@@ -43,7 +45,7 @@ class PromptSharing:
         return tokens + ceil(self.pair_memory * tokens**2)
 
 
-class LinePlanner:
+class PackedRowPlanner:
     """Decides which rows of a batch are computed together.
 
     Args:
@@ -66,7 +68,7 @@ class LinePlanner:
         self._sharing = sharing
 
     def split(self, groups: Sequence[Sequence[int]]) -> tuple[list[Pack], list[int]]:
-        """Splits groups, of which every row is in one, into packs of two or more rows, and rows that stay apart."""
+        """Splits groups of rows with one prompt into packs of two or more rows, and rows apart. Every row is in one."""
         packs: list[Pack] = []
         apart: list[int] = []
         for group in groups:
@@ -78,32 +80,36 @@ class LinePlanner:
         return packs, sorted(apart)
 
     def fits(self, row: int) -> bool:
-        """True if a row apart may be in a line: the line's mask needs memory, too."""
+        """True if a row apart may be packed: a packed row's mask needs memory, too."""
         return self._fits(self._measure([[row]]))
 
-    def batch(self, lines: Sequence[Line]) -> list[list[Line]]:
-        """Cuts lines into micro-batches, the longest first: lines x memory of the longest is at most `max_tokens`."""
-        batches: list[list[Line]] = []
-        room = 0
-        for length, _, line in sorted((-self._measure(line), line[0][0], line) for line in lines):
-            if not room:
+    def batch(self, packed: Sequence[PackedRow]) -> list[list[PackedRow]]:
+        """Cuts packed rows into micro-batches, the longest first: rows x memory of the longest is within the bound."""
+        batches: list[list[PackedRow]] = []
+        room = num_responses = longest = 0
+        for length, _, row in sorted((-self._measure(row), row[0][0], row) for row in packed):
+            num_responses += sum(map(len, row))
+            longest = max(longest, *(self._responses[each] for pack in row for each in pack))
+            if not room or num_responses * longest > _MOST_CELLS * self._max_tokens:
                 batches.append([])
                 room = max(1, self._max_tokens // self._sharing.memory(-length))
-            batches[-1].append(line)
+                num_responses = sum(map(len, row))
+                longest = max(self._responses[each] for pack in row for each in pack)
+            batches[-1].append(row)
             room -= 1
         return batches
 
     def join(
         self, packs: Sequence[Pack], padded: Sequence[Sequence[int]]
-    ) -> tuple[list[list[Line]], Sequence[Sequence[int]]]:
-        """Has packs and rows apart share lines where that is less work than padding them.
+    ) -> tuple[list[list[PackedRow]], Sequence[Sequence[int]]]:
+        """Puts packs and rows apart in common packed rows where that is less work than padding.
 
         Args:
             packs: of `split`.
             padded: micro-batches of its rows apart that fit, whose prompts and whose responses are padded.
 
         Returns:
-            Micro-batches of lines, and those of padded rows that are left.
+            Micro-batches of packed rows, and those of padded rows that are left.
         """
         best = self.batch([[pack] for pack in packs])
         widths = [self._width(rows) for rows in padded]
@@ -111,20 +117,19 @@ class LinePlanner:
         computed += sum(len(rows) * width for rows, width in zip(padded, widths, strict=True))
         every = [*packs, *([row] for rows in padded for row in rows)]
         lengths = [self._measure([pack]) for pack in every]
-        total = sum(lengths)
-        if computed - total <= _LEAST_SAVED * computed:
+        if computed - sum(lengths) <= _LEAST_SAVED * computed:
             return best, padded
         least = self._work(best)
         least += sum(len(rows) * self._sharing.work(width) for rows, width in zip(padded, widths, strict=True))
         least *= 1 - _LEAST_SAVED
-        for lines in self._deal_lines(every, lengths):
-            batches = self.batch(lines)
+        for packed in self._distribute(every, lengths):
+            batches = self.batch(packed)
             if self._fits(self._measure(batches[0][0])) and (work := self._work(batches)) < least:
                 least, best, padded = work, batches, []
         return best, padded
 
     def _split(self, rows: Sequence[int]) -> list[list[int]]:
-        """The fewest packs that fit and are near the least work; none where rows apart are no more work."""
+        """The fewest packs that fit and are near the least work; none where rows apart need at most as much work."""
         prompt, sharing = self._prompts[rows[0]], self._sharing
         lengths = [self._responses[row] for row in rows]
         count = 1
@@ -134,7 +139,7 @@ class LinePlanner:
             best = sqrt(prompt * (1 + sharing.pair_work * prompt) / sharing.pair_work) / mean
             count = max(1, round(len(rows) / max(1.0, best)))
         while count < len(rows):
-            packs = [[rows[index] for index in each] for each in _deal(lengths, count)]
+            packs = [[rows[index] for index in each] for each in _fill(lengths, count)]
             found = [self._measure([pack]) for pack in packs]
             if self._fits(max(found)):
                 apart = sum(sharing.work(prompt + length) for length in lengths)
@@ -142,15 +147,15 @@ class LinePlanner:
             count += ceil(count / 4)
         return []
 
-    def _deal_lines(self, packs: Sequence[Pack], lengths: Sequence[int]) -> Iterator[list[Line]]:
-        """Yields lines of similar lengths: some packs in each, or as many as fit next to the longest pack."""
-        counts = {ceil(len(packs) / each) for each in _PACKS_A_LINE} | {ceil(sum(lengths) / max(lengths))}
+    def _distribute(self, packs: Sequence[Pack], lengths: Sequence[int]) -> Iterator[list[PackedRow]]:
+        """Yields packed rows of similar lengths: some packs in each, or as many as fit next to the longest pack."""
+        counts = {ceil(len(packs) / each) for each in _PACKS_A_ROW} | {ceil(sum(lengths) / max(lengths))}
         for count in sorted(counts, reverse=True):
-            yield [[packs[index] for index in each] for each in _deal(lengths, count)]
+            yield [[packs[index] for index in each] for each in _fill(lengths, count)]
 
-    def _measure(self, line: Line) -> int:
-        """Tokens of a line."""
-        return sum(self._prompts[pack[0]] + sum(self._responses[row] for row in pack) for pack in line)
+    def _measure(self, packed: PackedRow) -> int:
+        """Tokens of a packed row."""
+        return sum(self._prompts[pack[0]] + sum(self._responses[row] for row in pack) for pack in packed)
 
     def _width(self, rows: Sequence[int]) -> int:
         return max(self._prompts[row] for row in rows) + max(self._responses[row] for row in rows)
@@ -158,17 +163,17 @@ class LinePlanner:
     def _fits(self, tokens: int) -> bool:
         return self._sharing.memory(tokens) <= self._max_tokens
 
-    def _work(self, batches: Sequence[Sequence[Line]]) -> float:
+    def _work(self, batches: Sequence[Sequence[PackedRow]]) -> float:
         return sum(len(batch) * self._sharing.work(self._measure(batch[0])) for batch in batches)
 
 
-def _deal(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Deals items to at most `count` hands of similar sums: each, longest first, goes to the hand with the least."""
-    hands: list[list[int]] = [[] for _ in range(count)]
-    sums = [(0, 0, hand) for hand in range(count)]
+def _fill(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Distributes items over at most `count` bins of similar sums: each, longest first, to the bin with the least."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    sums = [(0, 0, number) for number in range(count)]
     heapify(sums)
     for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        total, size, hand = sums[0]
-        hands[hand].append(index)
-        heapreplace(sums, (total + lengths[index], size + 1, hand))
-    return [hand for hand in hands if hand]
+        total, size, number = sums[0]
+        bins[number].append(index)
+        heapreplace(sums, (total + lengths[index], size + 1, number))
+    return [each for each in bins if each]

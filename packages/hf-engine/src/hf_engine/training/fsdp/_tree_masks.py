@@ -1,4 +1,4 @@
-"""Attention of packed rows: a prompt, and responses that see it and themselves."""
+"""Attention of packed rows: a token sees its own prompt and its own response."""
 
 from __future__ import annotations
 
