@@ -56,7 +56,7 @@ class _NumpyRandom(NamedTuple):
 
     bit_generator: Any
     state: dict[str, Any] | None
-    """Its state, with the second of two normal numbers that numpy drew together, which no bit generator has; else None."""
+    """Its state with the second of two normal numbers drawn together, which no bit generator has; None without one."""
 
     @classmethod
     def current(cls) -> _NumpyRandom:
