@@ -173,7 +173,7 @@ def test_rows_that_may_share_prompts_end_before_the_last_column():
     assert (whole.num_saved, cut.num_saved) == (0, 1)
 
 
-def test_a_row_too_long_for_a_mask_is_padded_and_others_are_packed():
+def test_a_row_too_long_for_a_mask_is_padded():
     prompts = [[1] * 60, *([row + 2] * length for row, length in enumerate((2, 9, 3, 8, 4, 7)))]
     columns = {"prompt_ids": jagged(prompts), "response_ids": jagged([[11, 12]] * 7)}
     sequences = SequenceBatch(TensorDict(columns, batch_size=[7]))
