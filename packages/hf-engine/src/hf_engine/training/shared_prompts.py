@@ -49,9 +49,9 @@ class PackedRowPlanner:
     """Decides which rows of a batch are computed together.
 
     Args:
-        prompt_lengths: of every row.
-        response_lengths: of every row, without tokens that are not computed.
-        max_tokens: bound on the memory of a micro-batch.
+        prompt_lengths: tokens of every row's prompt.
+        response_lengths: tokens of every row's response that are computed.
+        max_tokens: bound on the memory of a micro-batch, in tokens; see `PromptSharing.memory`.
         sharing: costs.
     """
 
@@ -88,13 +88,12 @@ class PackedRowPlanner:
         batches: list[list[PackedRow]] = []
         room = num_responses = longest = 0
         for length, _, row in sorted((-self._measure(row), row[0][0], row) for row in packed):
-            num_responses += sum(map(len, row))
-            longest = max(longest, *(self._responses[each] for pack in row for each in pack))
+            responses = [self._responses[each] for pack in row for each in pack]
+            num_responses, longest = num_responses + len(responses), max(longest, *responses)
             if not room or num_responses * longest > _MOST_CELLS * self._max_tokens:
                 batches.append([])
                 room = max(1, self._max_tokens // self._sharing.memory(-length))
-                num_responses = sum(map(len, row))
-                longest = max(self._responses[each] for pack in row for each in pack)
+                num_responses, longest = len(responses), max(responses)
             batches[-1].append(row)
             room -= 1
         return batches

@@ -22,7 +22,7 @@ from hf_engine.models.lora import add_adapters
 from hf_engine.resharding.execute import execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.plan import plan_reshard
-from hf_engine.training.fsdp._tree_masks import attend_in_trees
+from hf_engine.training.fsdp._packed_masks import attend_in_packs
 from hf_engine.training.micro_batches import MicroBatch
 from hf_engine.training.outputs import OutputRequest, place_at
 from hf_protocols.errors import BackendError
@@ -188,7 +188,7 @@ def forward_tokens(
     ids = micro_batch.response_ids.flatten()[positions].to(device)
     positions = positions.to(device)
     heads_inputs = _head_only_at(micro_batch.predicting_positions.to(device), model)
-    with heads_inputs, attend_in_trees(model, micro_batch, device):
+    with heads_inputs, attend_in_packs(model, micro_batch, device):
         logits = model(
             input_ids=micro_batch.input_ids.to(device),
             attention_mask=micro_batch.attention_mask.to(device),

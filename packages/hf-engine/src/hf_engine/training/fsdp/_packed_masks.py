@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["attend_in_trees"]
+__all__ = ["attend_in_packs"]
 
 
-def attend_in_trees(model: Any, micro_batch: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
+def attend_in_packs(model: Any, micro_batch: MicroBatch, device: torch.device) -> AbstractContextManager[None]:
     """Inside the block, a forward pass on packed rows uses their masks. For other rows nothing changes."""
     if not isinstance(micro_batch, PackedMicroBatch):
         return nullcontext()
-    return _tree_masks(
+    return _packed_masks(
         model, micro_batch.positions.to(device), micro_batch.segments.to(device), micro_batch.prompts.to(device)
     )
 
 
 @contextmanager
-def _tree_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, prompts: torch.Tensor) -> Iterator[None]:
+def _packed_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, prompts: torch.Tensor) -> Iterator[None]:
     """Has transformers build each kind of mask of the model, full, sliding or chunked, from positions.
 
     A model's own code asks for its masks by a rule on the columns of queries and keys. The rule is asked about their
@@ -38,7 +38,7 @@ def _tree_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, pro
     builders: Any = ALL_MASK_ATTENTION_FUNCTIONS
     build, uses = builders[kind], 0
 
-    def build_tree(*, mask_function: Any, **options: Any) -> Any:
+    def build_packed(*, mask_function: Any, **options: Any) -> Any:
         nonlocal uses
         uses += 1
 
@@ -49,7 +49,7 @@ def _tree_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, pro
 
         return build(mask_function=sees, **options | {"attention_mask": None, "allow_is_causal_skip": False})
 
-    builders[kind] = build_tree
+    builders[kind] = build_packed
     try:
         yield
     finally:
