@@ -5,8 +5,8 @@ before it trains. The clock starts with the program and stops when the first ite
 `start_s` in the run's `summary.json`; what is not in its phases are imports. Runs take turns.
 
 Bare Ray stands next to it: a program that imports torch, tensordict and transformers, starts Ray as the executor does,
-and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The other
-two import torch and tensordict, like the workers of the reward and of the advantages. No model is built.
+and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The third
+one imports torch and tensordict, like the worker of the reward and of the advantages. No model is built.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers.models.llama import modeling_llama
 
 ray.init(
     address="local",
-    num_cpus=4,
+    num_cpus=3,
     object_store_memory=256 << 20,
     log_to_driver=False,
     include_dashboard=False,
@@ -56,8 +56,8 @@ class Process:
             from transformers.models.llama import modeling_llama
 
 
-# Two ranks of the models, the reward function and the advantages.
-ray.get([Process.remote().load.remote(is_rank) for is_rank in (True, True, False, False)])
+# Two ranks of the models, and a process for the reward function and the advantages.
+ray.get([Process.remote().load.remote(is_rank) for is_rank in (True, True, False)])
 print(time.time())
 ray.shutdown()
 """

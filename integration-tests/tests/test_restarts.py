@@ -112,4 +112,4 @@ def test_a_run_on_ray_goes_on_after_a_killed_worker(
     assert summary["resumed_from"] == [2]
     assert summary["ledger"] == count_ledger(run / LEDGER)
     (line,) = [line for line in ended.output.splitlines() if ". Restart " in line]
-    assert "process advantage/0 is gone" in line and line.endswith("the run goes on after iteration 2")
+    assert "process reward+advantage/0 is gone" in line and line.endswith("the run goes on after iteration 2")

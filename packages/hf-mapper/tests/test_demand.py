@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from hf_mapper import WorkloadSpec
-from hf_mapper.search.demand import build_demands, find_function_roles, number_demands
+from hf_mapper.search.demand import build_demands, group_functions, number_demands
 from hf_protocols import ConfigError, Dataflow, ModelCall, ModelShape, PlanError
 
 WORKLOAD = WorkloadSpec(global_batch=8, prompt_tokens=8, response_tokens=8)
@@ -21,7 +21,19 @@ def test_ppo_asks_each_model_for_its_calls(tiny: ModelShape) -> None:
     }
     assert [demand.trained for demand in demands.values()] == [True, True, False]
     assert [demand.generates for demand in demands.values()] == [True, False, False]
-    assert find_function_roles(Dataflow.preset("ppo"), models) == ("reward", "advantage")
+    assert group_functions(Dataflow.preset("ppo"), models) == (("reward", "advantage"),)
+
+
+def test_functions_of_one_stage_share_no_slot(tiny: ModelShape) -> None:
+    models = dict.fromkeys(("actor", "critic", "cost_critic", "reference"), tiny)
+    dataflow = Dataflow.preset("safe_rlhf")
+    slots = group_functions(dataflow, models)
+    assert slots == (("reward", "advantage"), ("cost",))
+    assert sorted(role for slot in slots for role in slot) == sorted(set(dataflow.roles) - set(models))
+    for calls in dataflow.stages():
+        running = {call.role for call in calls}
+        assert all(len(running.intersection(slot)) <= 1 for slot in slots)
+    assert group_functions(dataflow, {**models, "reward": tiny}) == (("cost", "advantage"),)
 
 
 def test_equal_demands_are_one(tiny: ModelShape) -> None:

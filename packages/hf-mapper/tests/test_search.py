@@ -35,8 +35,7 @@ def quickstart(tiny: ModelShape) -> MappingPlan:
 def test_the_quickstart_shares_one_pool_of_two_slots(quickstart: MappingPlan) -> None:
     assert [(pool.name, pool.num_slots) for pool in quickstart.pools] == [
         ("actor+critic+reference", 2),
-        ("reward", 1),
-        ("advantage", 1),
+        ("reward+advantage", 1),
     ]
     assert {machine.gpu_kind for pool in quickstart.pools for machine in pool.machines} == {"cpu"}
     for role in ("actor", "critic", "reference"):
@@ -44,7 +43,7 @@ def test_the_quickstart_shares_one_pool_of_two_slots(quickstart: MappingPlan) ->
         assert quickstart.models[role].backend == "fsdp"
     assert quickstart.models["actor"].generation == GenerationSpec()
     assert quickstart.models["reward"].train is None
-    assert quickstart.models["advantage"].pool == "advantage"
+    assert quickstart.models["advantage"].pool == "reward+advantage"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -11,7 +11,7 @@ from hf_mapper.specs import WorkloadSpec
 from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
 from hf_protocols.validation import show
 
-__all__ = ["ModelDemand", "build_demands", "find_function_roles", "number_demands"]
+__all__ = ["ModelDemand", "build_demands", "group_functions", "number_demands"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +111,22 @@ def number_demands(demands: Iterable[ModelDemand]) -> list[ModelDemand]:
     return sorted(dict.fromkeys(demands), key=lambda demand: (demand.generates, demand.trained))
 
 
-def find_function_roles(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tuple[str, ...]:
-    """Roles without a model (reward functions, advantages), in the dataflow's order; each gets one host slot."""
-    return tuple(role for role in dataflow.roles if role not in models)
+def group_functions(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tuple[tuple[str, ...], ...]:
+    """Roles without a model (reward functions, advantages) by host slot, in the dataflow's order.
+
+    Roles share the first slot with which they have no stage in common: they would only wait for one another otherwise.
+    """
+    stages = dataflow.stages()
+    slots: list[list[str]] = []
+    taken: list[set[int]] = []
+    for role in dataflow.roles:
+        if role in models:
+            continue
+        own = {number for number, calls in enumerate(stages) if any(call.role == role for call in calls)}
+        slot = next((number for number, others in enumerate(taken) if not own & others), len(slots))
+        if slot == len(slots):
+            slots.append([])
+            taken.append(set())
+        slots[slot].append(role)
+        taken[slot] |= own
+    return tuple(map(tuple, slots))

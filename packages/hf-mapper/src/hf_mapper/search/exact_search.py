@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
-from hf_mapper.search.demand import ModelDemand, build_demands, find_function_roles
+from hf_mapper.search.demand import ModelDemand, build_demands, group_functions
 from hf_mapper.search.feasibility import build_infeasible_error
 from hf_mapper.search.placements import PoolRequest, fits, pack, set_partitions
 from hf_mapper.search.planning import PoolPlacement, build_plan, estimate_adapters
@@ -48,7 +48,8 @@ def map_dataflow(
 ) -> MappingPlan:
     """Finds the placement, allocation and layouts with the shortest iteration.
 
-    A role without a model (a reward function, advantages) gets a host slot of its own, in addition to the cluster's.
+    Roles without a model (a reward function, advantages) get host slots, in addition to the cluster's. Those that
+    never run in one stage share one.
     `should_stop` is called between candidates once a plan is known. When it returns True, the best plan so far is
     returned and `estimates.search.complete` is False. Its `gap` is proven: no plan takes less than
     `iteration_s * (1 - gap)`; after a complete search it is 0. `backends` are the training backends to choose from,
@@ -71,7 +72,7 @@ def find_pools(
     pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
     if not pools:
         raise build_infeasible_error(problem)
-    functions = find_function_roles(problem.dataflow, problem.models)
+    functions = group_functions(problem.dataflow, problem.models)
     plan = build_plan(
         problem.dataflow,
         problem.cluster,

@@ -45,11 +45,11 @@ def build_plan(
     workload: WorkloadSpec,
     *,
     pools: Sequence[PoolPlacement],
-    functions: Sequence[str],
+    functions: Sequence[Sequence[str]],
     search: SearchEstimate,
     adapters: AdapterEstimate | None = None,
 ) -> MappingPlan:
-    """The plan of `pools` and of one host slot for each of `functions`; roles in the dataflow's order.
+    """The plan of `pools` and of one host slot for each group of `functions`; roles in the dataflow's order.
 
     A pool is named after its roles, joined by `+`.
     """
@@ -59,12 +59,16 @@ def build_plan(
     chosen: dict[str, tuple[str, ModelOption]] = {}
     for name, pool in named.items():
         chosen.update((role, (name, option)) for role, option in zip(pool.roles, pool.option.members, strict=True))
+    hosted = {role: "+".join(roles) for roles in functions for role in roles}
     models = {
-        role: _plan_model(*chosen[role], workload) if role in chosen else ModelPlan(pool=role, backend=FUNCTION_BACKEND)
+        role: _plan_model(*chosen[role], workload)
+        if role in chosen
+        else ModelPlan(pool=hosted[role], backend=FUNCTION_BACKEND)
         for role in dataflow.roles
     }
     stages = _estimate_stages(dataflow, named)
-    host = tuple(PoolPlan(name=role, machines=(MachinePlan(gpu_kind=HOST_KIND, slots=1),)) for role in functions)
+    slot = (MachinePlan(gpu_kind=HOST_KIND, slots=1),)
+    host = tuple(PoolPlan(name=name, machines=slot) for name in dict.fromkeys(hosted.values()))
     return MappingPlan(
         pools=(*(_plan_pool(name, pool, cluster) for name, pool in named.items()), *host),
         models=models,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from hf_mapper._names import unknown_name
-from hf_mapper.search.demand import ModelDemand, build_demands, find_function_roles
+from hf_mapper.search.demand import ModelDemand, build_demands, group_functions
 from hf_mapper.search.frontier import find_frontier
 from hf_mapper.search.movement import count_swaps, transfer_call_s
 from hf_mapper.search.parallelism import ModelOption, build_options, choose_backends
@@ -181,7 +181,7 @@ def simulate_placement(
         for pool, option, places in zip(pools, chosen, slots, strict=True)
     ]
     dataflow = dataflow.with_models(models)
-    functions = find_function_roles(dataflow, models)
+    functions = group_functions(dataflow, models)
     plan = build_plan(dataflow, cluster, workload, pools=placed, functions=functions, search=SearchEstimate())
     given = {role: layout.micro_batch_tokens for pool in pools for role, layout in pool.layouts.items()}
     tokens = {role: given.get(role, model.micro_batch_tokens) for role, model in plan.models.items()}
