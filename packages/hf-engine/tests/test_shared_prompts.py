@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
-from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES
+from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES, SharedPrompts
 from hf_engine.training.micro_batches import MicroBatch, plan_micro_batches
 from hf_engine.training.optimizer import local_shard
 from hf_engine.training.outputs import OutputRequest
@@ -331,3 +332,18 @@ def test_auto_pads_little_where_lengths_differ(num_groups, num_samples, seed):
     tokens = plan.tokens()
     computed = sum(len(batch) * max(batch) for batch in tokens)
     assert sum(map(sum, tokens)) > 0.95 * computed
+
+
+def test_scores_that_attention_keeps_count_for_packed_rows():
+    """With the sizes of Gemma 2 2B: in each layer 8 heads keep two float32 scores of each pair of tokens.
+
+    A token keeps what seven matrices return or take: 2,048 for each of q, k and v together, and o; three times 9,216.
+    """
+    costs = []
+    for attention in ("sdpa", "eager"):
+        config = AutoConfig.for_model("gemma2", vocab_size=64)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        costs.append(SharedPrompts(model, CONFIG, head="lm")._costs.memory(4096))
+    in_tokens = 4096**2 * (8 * 2 * 4) / ((3 * 2048 + 3 * 9216) * 4)
+    assert costs[1] - costs[0] == pytest.approx(in_tokens, abs=2)

@@ -47,11 +47,11 @@ __all__ = [
     "LoadedModel",
     "build_without_memory",
     "find_head_name",
-    "keep_source",
     "keeps_state",
     "lacking_without_head",
     "load_causal_lm",
     "move_to",
+    "prepare_loaded",
     "read_shape",
     "read_tensor",
     "read_text_config",
@@ -100,7 +100,7 @@ def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> 
     _refuse_other_sizes(files, report["mismatched_keys"])
     _refuse_surplus(files, loaded, report["unexpected_keys"], () if head == "lm" else SCORE_HEADS)
     _refuse_unfit(files, loaded, head)
-    keep_source(files, loaded, dtype)
+    prepare_loaded(files, loaded, dtype)
     return LoadedModel(loaded, sorted(report["missing_keys"]), files)
 
 
@@ -114,8 +114,14 @@ def move_to(device: torch.device, model: Any) -> None:
     model.to(device)
 
 
-def keep_source(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
-    """Gives a loaded model one dtype, an embedding that learns, and what its exports keep of its files."""
+def prepare_loaded(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
+    """Gives a loaded model one dtype, an embedding that learns, its whole attention, and the source of its exports.
+
+    transformers hands a cap of attention's logits to torch's function, which has no argument for it: a Gemma 2 would be
+    trained without its cap, and generate with it in vLLM.
+    """
+    if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None):
+        loaded.set_attn_implementation("eager")
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)
     embedding = loaded.get_input_embeddings()
@@ -229,7 +235,7 @@ def refuse_lacking(files: ModelDirectory, missing: Sequence[str]) -> None:
 def save_causal_lm(
     model: Any, weights: Mapping[str, torch.Tensor], directory: Path, *, head: str, dtype: ExportDtype = "source"
 ) -> None:
-    """Writes the configuration of a model that `keep_source` prepared, these weights and its buffers.
+    """Writes the configuration of a model that `prepare_loaded` prepared, these weights and its buffers.
 
     Args:
         model: as it was loaded.

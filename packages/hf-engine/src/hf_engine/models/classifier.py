@@ -20,7 +20,7 @@ from hf_engine.model_directory import (
     is_buffer,
     read_model_directory,
 )
-from hf_engine.models.causal_lm import build_without_memory, keep_source, read_tensor
+from hf_engine.models.causal_lm import build_without_memory, prepare_loaded, read_tensor
 
 __all__ = ["build_by_architecture", "build_classifier_without_memory", "has_classifier", "load_classifier"]
 
@@ -66,7 +66,7 @@ def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
     _check_report(files, loaded, report)
     if not files.is_classifier:
         _set_head(files, loaded, sorted(report["missing_keys"]))
-    keep_source(files, loaded, dtype)
+    prepare_loaded(files, loaded, dtype)
     return loaded
 
 

@@ -38,7 +38,7 @@ TINY_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 4, **_EXPERTS, "norm_topk_prob": True},
     "gemma": {},
-    "gemma2": {**_MIXED, "query_pre_attn_scalar": 8},
+    "gemma2": {**_MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5},
     "gemma3_text": {**_MIXED, "query_pre_attn_scalar": 8},
     "phi": {"head_dim": ...},
     "phi3": {"head_dim": ...},
@@ -170,7 +170,7 @@ FURTHER_FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "persimmon": {},
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "solar_open": {"n_routed_experts": 4, "n_shared_experts": 1, **_EXPERTS, "n_group": 1, "topk_group": 1},
-    "vaultgemma": {**_MIXED, "query_pre_attn_scalar": 8},
+    "vaultgemma": {**_MIXED, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 0.5},
     "xglm": {"ffn_dim": 48},
     "youtu": {**_LATENT},
 }

@@ -28,6 +28,8 @@ EXACT_FAMILIES = frozenset(
 
 _MASK_BYTES = 5
 """Of one element of a mask, which is bool and float32 at once."""
+_SCORE_BYTES = 8
+"""Of one score of a head that `"eager"` attention keeps for the backward pass, before and after its softmax."""
 _PAIR_EFFORT = 1.3
 """Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
 
@@ -60,10 +62,12 @@ def _estimate(model: Any, *, always: bool) -> PromptSharing:
     passed = sum(each.numel() if each.dim() == 2 else each[0].numel() * chosen for each in weights)
     size = getattr(settings, "head_dim", None) or hidden // heads
     kinds = len(set(getattr(settings, "layer_types", None) or [""]))
+    pair_memory = kinds * _MASK_BYTES / (4 * layers * hidden)
+    if settings._attn_implementation == "eager":
+        # Next to scores a token keeps what its matrices return, passed / (layers x hidden) numbers in each layer.
+        pair_memory += _SCORE_BYTES * layers * heads / (4 * passed / hidden)
     return PromptSharing(
-        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed,
-        pair_memory=kinds * _MASK_BYTES / (4 * layers * hidden),
-        always=always,
+        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed, pair_memory=pair_memory, always=always
     )
 
 
