@@ -13,6 +13,8 @@ machine without network needs.
   apart, against a plain transformers loop over the same micro-batches under autocast, and the gain of shared prompts.
   Before it is timed, the loop and the backend must report one loss and one gradient norm.
 - `grpo`, `grpo_vllm`: iterations of `hf_algorithms.train` in process, with each of the two backends.
+- `attention`: updates and log-probs of packed rows by FlexAttention, which skips pairs that do not see each other,
+  against SDPA.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ PARTS: Mapping[str, Sequence[str]] = {
     "training": ("torch", "transformers", "tensordict", "hf_engine"),
     "grpo": ("torch", "transformers", "tensordict", "pydantic", "hf_algorithms"),
     "grpo_vllm": ("torch", "transformers", "tensordict", "pydantic", "hf_algorithms", "vllm"),
+    "attention": ("torch", "transformers", "tensordict", "hf_engine"),
 }
 """Modules that each part needs."""
 TARGETS = {"move_over_copy": 0.8, "update_over_plain": 1.0, "logprobs_over_plain": 1.0}
@@ -125,6 +128,46 @@ def measure_training(sizes: Sizes) -> Metrics:
         AssertionError: if the two report other losses or gradient norms.
     """
     import torch
+
+    ways = {"plain": None, "apart": {"shared_prompts": False}, "shared": {"shared_prompts": True}}
+    seconds, num_tokens = _time_training(sizes, ways)
+    metrics: Metrics = {f"{name}_s": (round(value, 4), "s") for name, value in seconds.items()}
+    for kind in ("update", "logprobs"):
+        plain, apart, shared = (seconds[f"{kind}_{name}"] for name in ("plain", "apart", "shared"))
+        metrics[f"{kind}_tokens"] = (round(num_tokens / apart, 1), "tokens/s")
+        metrics[f"{kind}_over_plain"] = (round(plain / apart, 3), "times the plain loop's throughput")
+        metrics[f"{kind}_shared_gain"] = (round(apart / shared, 3), "times rows apart")
+    if torch.cuda.is_available():
+        metrics["training_peak_bytes"] = (torch.cuda.max_memory_allocated(), "bytes")
+    return metrics
+
+
+def measure_attention(sizes: Sizes) -> Metrics:
+    """Updates and log-probs of packed rows by FlexAttention, or on a host by "eager", and their gain over SDPA.
+
+    Raises:
+        AssertionError: if the two report other losses or gradient norms.
+    """
+    other = "flex_attention" if _device_name() == "cuda" else "eager"
+    ways = {name: {"shared_prompts": True, "attn_implementation": name} for name in ("sdpa", other)}
+    seconds, _ = _time_training(sizes, ways)
+    metrics: Metrics = {f"{name}_s": (round(value, 4), "s") for name, value in seconds.items()}
+    for kind in ("update", "logprobs"):
+        gain = seconds[f"{kind}_sdpa"] / seconds[f"{kind}_{other}"]
+        metrics[f"{kind}_{other}_gain"] = (round(gain, 3), "times SDPA")
+    return metrics
+
+
+def _time_training(sizes: Sizes, ways: Mapping[str, Mapping[str, Any] | None]) -> tuple[dict[str, float], float]:
+    """Median seconds of an update and of log-probs, by way, and the tokens of a batch.
+
+    Args:
+        sizes: of the model and its work.
+        ways: changes of the backend's settings by name; None: the plain loop.
+
+    Raises:
+        AssertionError: if a way reports another loss or gradient norm than the first one.
+    """
     import torch.distributed as dist
     from plain_loop import PlainLoop
 
@@ -144,14 +187,14 @@ def measure_training(sizes: Sizes) -> Metrics:
         )  # fmt: skip
         seconds: dict[str, float] = {}
         reports: dict[str, tuple[float, float]] = {}
-        for name in ("plain", "apart", "shared"):
+        for name, changes in ways.items():
             # One after another: two models with their optimizers do not fit on every device.
-            if name == "plain":
+            if changes is None:
                 plain = PlainLoop(model, batch, config, num_tokens, device=_device_name())
                 loop = Loop(plain.update, plain.logprobs)
                 del plain
             else:
-                own = replace(config, shared_prompts=name == "shared")
+                own = replace(config, **changes)
                 backend = load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec()), config=own)
                 loop = backend_loop(backend, batch, num_tokens)
                 del backend
@@ -161,16 +204,7 @@ def measure_training(sizes: Sizes) -> Metrics:
             _free()
         dist.destroy_process_group()
     _check_reports(reports)
-    metrics: Metrics = {f"{name}_s": (round(value, 4), "s") for name, value in seconds.items()}
-    all_tokens = num_tokens + batch["prompt_ids"].values().numel()
-    for kind in ("update", "logprobs"):
-        plain, apart, shared = (seconds[f"{kind}_{name}"] for name in ("plain", "apart", "shared"))
-        metrics[f"{kind}_tokens"] = (round(all_tokens / apart, 1), "tokens/s")
-        metrics[f"{kind}_over_plain"] = (round(plain / apart, 3), "times the plain loop's throughput")
-        metrics[f"{kind}_shared_gain"] = (round(apart / shared, 3), "times rows apart")
-    if torch.cuda.is_available():
-        metrics["training_peak_bytes"] = (torch.cuda.max_memory_allocated(), "bytes")
-    return metrics
+    return seconds, num_tokens + batch["prompt_ids"].values().numel()
 
 
 def measure_grpo(sizes: Sizes, backend: str) -> Metrics:
@@ -224,6 +258,7 @@ WORK: Mapping[str, Callable[[Sizes], Metrics]] = {
     "training": measure_training,
     "grpo": lambda sizes: measure_grpo(sizes, "transformers"),
     "grpo_vllm": lambda sizes: measure_grpo(sizes, "vllm"),
+    "attention": measure_attention,
 }
 
 
@@ -303,10 +338,10 @@ def backend_loop(backend: Any, batch: Any, num_tokens: float) -> Loop:
 
 
 def _check_reports(reports: Mapping[str, tuple[float, float]]) -> None:
-    loss, norm = reports["plain"]
-    for name, (own_loss, own_norm) in reports.items():
-        assert abs(own_loss - loss) <= 0.01 * abs(loss), f"{name}: a loss of {own_loss}, the plain loop's is {loss}"
-        assert abs(own_norm - norm) <= 0.05 * norm, f"{name}: a gradient norm of {own_norm}, the plain loop's is {norm}"
+    (first, (loss, norm)), *others = reports.items()
+    for name, (own_loss, own_norm) in others:
+        assert abs(own_loss - loss) <= 0.01 * abs(loss), f"{name}: a loss of {own_loss}, of {first} it is {loss}"
+        assert abs(own_norm - norm) <= 0.05 * norm, f"{name}: a gradient norm of {own_norm}, of {first} it is {norm}"
 
 
 def _median_s(work: Callable[[], object]) -> float:

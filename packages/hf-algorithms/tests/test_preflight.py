@@ -434,6 +434,11 @@ def test_a_backend_that_cannot_be_is_named_by_its_role(
     assert str(error).startswith(message)
 
 
+def test_flex_attention_on_a_cpu_is_refused(build: Callable[..., Config]) -> None:
+    error = refusal(build(training={"attn_implementation": "flex_attention"}), None)
+    assert str(error).startswith("training.attn_implementation = 'flex_attention': torch's function has no backward")
+
+
 @pytest.fixture(scope="module")
 def quickstart() -> Iterator[tuple[Config, RunInputs]]:
     with TemporaryDirectory() as folder:
@@ -495,6 +500,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
             "compile": True,
             "balance_tokens": True,
             "shared_prompts": False,
+            "attn_implementation": "eager",
         },
     )
     inputs = load_inputs(config, tmp_path / "model")
@@ -504,7 +510,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
     training = actor.kwargs["training"]
     assert (training.schedule, training.total_steps) == ("cosine", 42)
     assert training.activation_checkpointing and training.compile and actor.balance_tokens
-    assert training.shared_prompts is False
+    assert training.shared_prompts is False and training.attn_implementation == "eager"
     assert actor.kwargs["bucket_bytes"] == 4096
     assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
     assert [each.kwargs["training"].learning_rate for each in (actor, critic)] == [0.5, 0.25]

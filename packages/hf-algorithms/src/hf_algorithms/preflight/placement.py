@@ -134,11 +134,17 @@ _GIVEN_BY_RUN = ("lora", "model", "seed", "topology")
 
 
 def check_train_backends(config: Config, plan: MappingPlan | None) -> None:
-    """Refuses training backends that do not exist, or whose library is missing.
+    """Refuses training backends that do not exist, or whose library is missing, and attention without a backward pass.
 
     Raises:
         BackendError: naming those that are installed, or the line that installs the library.
+        ConfigError: for FlexAttention on a CPU.
     """
+    if config.training.attn_implementation == "flex_attention" and config.cluster.gpu == _HOST_KIND:
+        raise ConfigError(
+            "training.attn_implementation = 'flex_attention': torch's function has no backward pass on a CPU, and "
+            "cluster.gpu = 'cpu'. Use 'auto'"
+        )
     if plan is None:
         names = {name: key for key, name in map(config.train_backend, config.recipe.model_roles)}
     else:

@@ -75,6 +75,7 @@ class ModelWorker(Worker):
                 dtype=overrides.dtype or config.training.dtype,
                 activation_checkpointing=config.training.activation_checkpointing,
                 compile=config.training.compile,
+                attn_implementation=config.training.attn_implementation,
                 shared_prompts=config.training.shared_prompts,
                 shard=config.training.shard,
                 lora=setup.lora if cls.trainable else None,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Literal
+from typing import Literal, get_args
 
 from hf_engine.backends.lora_config import LoraConfig
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import Checks, show
 
-__all__ = ["TrainConfig"]
+__all__ = ["AttentionFunction", "TrainConfig"]
+
+AttentionFunction = Literal["auto", "eager", "sdpa", "flex_attention"]
 
 _check = Checks(ConfigError)
 
@@ -55,6 +57,9 @@ class TrainConfig:
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""
     lora: LoraConfig | None = None
     """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
+    attn_implementation: AttentionFunction = "auto"
+    """Function of attention, by transformers' name (`fsdp`): `"auto"` is transformers' own choice, or `"eager"` where
+    that would leave out a cap on logits. `"flex_attention"` needs a GPU; it skips what packed rows do not see."""
     shared_prompts: Literal["auto"] | bool = "auto"
     """Compute a prompt once for all responses to it in a batch (`fsdp`): where that saves work, wherever it fits, or
     never. `"auto"` and True also put rows of different lengths in one packed row, where that is less work than padding.
@@ -86,7 +91,12 @@ class TrainConfig:
             _check.kind("shared_prompts", self.shared_prompts, bool, "'auto', True or False")
         if self.explode_above != inf:
             _check.number("explode_above", self.explode_above)
-        choices = {"dtype": ("float32", "bfloat16"), "shard": ("root", "layer"), "on_nonfinite": ("stop", "skip")}
+        choices = {
+            "attn_implementation": get_args(AttentionFunction),
+            "dtype": ("float32", "bfloat16"),
+            "shard": ("root", "layer"),
+            "on_nonfinite": ("stop", "skip"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}={show(getattr(self, name))}. Use {' or '.join(known)}")

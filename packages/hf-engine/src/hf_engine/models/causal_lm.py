@@ -37,6 +37,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
+from hf_engine.models.attention import choose_attention
 from hf_engine.models.conversions import buffers_in_files, persistent_buffers, read_file_names
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
@@ -115,13 +116,8 @@ def move_to(device: torch.device, model: Any) -> None:
 
 
 def prepare_loaded(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
-    """Gives a loaded model one dtype, an embedding that learns, its whole attention, and the source of its exports.
-
-    transformers hands a cap of attention's logits to torch's function, which has no argument for it: a Gemma 2 would be
-    trained without its cap, and generate with it in vLLM.
-    """
-    if getattr(loaded.config.get_text_config(), "attn_logit_softcapping", None):
-        loaded.set_attn_implementation("eager")
+    """Gives a loaded model one dtype, an embedding that learns, its whole attention, and the source of its exports."""
+    choose_attention(loaded, "auto", torch.device("cpu"))
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)
     embedding = loaded.get_input_embeddings()

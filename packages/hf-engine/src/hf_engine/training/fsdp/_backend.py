@@ -23,6 +23,7 @@ from hf_engine.backends.build_arguments import check_data_parallel, check_train_
 from hf_engine.backends.closed import Closed
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
+from hf_engine.models.attention import choose_attention
 from hf_engine.models.causal_lm import find_head_name, save_causal_lm
 from hf_engine.models.classifier import build_by_architecture
 from hf_engine.models.conversions import persistent_buffers, read_file_names
@@ -120,6 +121,7 @@ class FsdpBackend(TrainSteps):
         kind = cls if config.lora is None else cls._adapted_kind
         with together("nothing was loaded"), torch.random.fork_rng():
             loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
+            choose_attention(loaded, config.attn_implementation, local_device())
         if not trainable:
             loaded.requires_grad_(False)
         return kind(loaded, topology=topology, config=config, head=head, trainable=trainable, seed=seed)

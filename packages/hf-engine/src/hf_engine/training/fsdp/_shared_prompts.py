@@ -62,8 +62,9 @@ def _estimate(model: Any, *, always: bool) -> PromptSharing:
     passed = sum(each.numel() if each.dim() == 2 else each[0].numel() * chosen for each in weights)
     size = getattr(settings, "head_dim", None) or hidden // heads
     kinds = len(set(getattr(settings, "layer_types", None) or [""]))
-    pair_memory = kinds * _MASK_BYTES / (4 * layers * hidden)
-    if settings._attn_implementation == "eager":
+    function = settings._attn_implementation
+    pair_memory = 0.0 if function == "flex_attention" else kinds * _MASK_BYTES / (4 * layers * hidden)
+    if function == "eager":
         # Next to scores a token keeps what its matrices return, passed / (layers x hidden) numbers in each layer.
         pair_memory += _SCORE_BYTES * layers * heads / (4 * passed / hidden)
     return PromptSharing(

@@ -97,6 +97,11 @@ class MegatronBackend(TrainSteps):
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile. Set compile=False")
+        if config.attn_implementation != "auto":
+            raise BackendError(
+                f"attn_implementation={show(config.attn_implementation)}: backend 'megatron' has megatron-core's "
+                "attention. Use 'auto'"
+            )
         with together("nothing was loaded"):
             files = read_model_directory(model)
             described = MegatronModelConfig.of(files)
