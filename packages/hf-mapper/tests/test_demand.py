@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,27 @@ def test_functions_of_one_stage_share_no_slot(tiny: ModelShape) -> None:
         running = {call.role for call in calls}
         assert all(len(running.intersection(slot)) <= 1 for slot in slots)
     assert group_functions(dataflow, {**models, "reward": tiny}) == (("cost", "advantage"),)
+
+
+def test_functions_that_wait_for_other_calls_share_no_slot(tiny: ModelShape) -> None:
+    """A judge and a function of log-probs are in different stages, and neither waits for the other."""
+
+    def function(role: str, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:
+        return ModelCall(role=role, method="compute", kind="function", reads=reads, writes=writes)
+
+    def model(method: str, kind: Any, reads: tuple[str, ...], writes: tuple[str, ...]) -> ModelCall:
+        return ModelCall(role="actor", method=method, kind=kind, reads=reads, writes=writes)
+
+    calls = (
+        model("generate", "generation", (), ("response_ids",)),
+        model("score", "inference", ("response_ids",), ("logprobs",)),
+        function("judge", ("response_ids",), ("scores",)),
+        function("surprise", ("logprobs",), ("bonus",)),
+        function("advantage", ("scores", "bonus?"), ("advantages",)),
+        function("report", ("advantages",), ()),
+    )
+    slots = group_functions(Dataflow(name="own", calls=calls), {"actor": tiny})
+    assert slots == (("judge", "advantage", "report"), ("surprise",))
 
 
 def test_equal_demands_are_one(tiny: ModelShape) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from hf_mapper._names import unknown_name
 from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
-from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
+from hf_protocols import CallKind, ConfigError, Dataflow, ModelCall, ModelShape, PlanError
 from hf_protocols.validation import show
 
 __all__ = ["ModelDemand", "build_demands", "group_functions", "number_demands"]
@@ -114,19 +115,33 @@ def number_demands(demands: Iterable[ModelDemand]) -> list[ModelDemand]:
 def group_functions(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tuple[tuple[str, ...], ...]:
     """Roles without a model (reward functions, advantages) by host slot, in the dataflow's order.
 
-    Roles share the first slot with which they have no stage in common: they would only wait for one another otherwise.
+    A slot has one process, whose calls run one after another. Two roles share it if each call of one has to wait for
+    each call of the other anyway, directly or through other calls.
     """
-    stages = dataflow.stages()
+    waited = _find_waited(dataflow)
+    calls = {role: [call for call in dataflow.calls if call.role == role] for role in dataflow.roles}
+
+    def can_share(role: str, slot: list[str]) -> bool:
+        pairs = product(calls[role], (call for other in slot for call in calls[other]))
+        return all(one in waited[other] or other in waited[one] for one, other in pairs)
+
     slots: list[list[str]] = []
-    taken: list[set[int]] = []
-    for role in dataflow.roles:
-        if role in models:
-            continue
-        own = {number for number, calls in enumerate(stages) if any(call.role == role for call in calls)}
-        slot = next((number for number, others in enumerate(taken) if not own & others), len(slots))
-        if slot == len(slots):
-            slots.append([])
-            taken.append(set())
-        slots[slot].append(role)
-        taken[slot] |= own
+    for role in (each for each in dataflow.roles if each not in models):
+        slot = next((each for each in slots if can_share(role, each)), None)
+        if slot is None:
+            slots.append([role])
+        else:
+            slot.append(role)
     return tuple(map(tuple, slots))
+
+
+def _find_waited(dataflow: Dataflow) -> dict[ModelCall, frozenset[ModelCall]]:
+    """The calls that each call waits for: those that write what it reads, and those that they wait for."""
+    writers: dict[str, ModelCall] = {}
+    waited: dict[ModelCall, frozenset[ModelCall]] = {}
+    for call in dataflow.calls:
+        columns = (column.removesuffix("?") for column in call.reads)
+        direct = frozenset(writers[column] for column in columns if column in writers)
+        waited[call] = direct.union(*(waited[each] for each in direct))
+        writers.update(dict.fromkeys(call.writes, call))
+    return waited

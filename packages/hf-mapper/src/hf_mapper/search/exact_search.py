@@ -48,8 +48,8 @@ def map_dataflow(
 ) -> MappingPlan:
     """Finds the placement, allocation and layouts with the shortest iteration.
 
-    Roles without a model (a reward function, advantages) get host slots, in addition to the cluster's. Those that
-    never run in one stage share one.
+    Roles without a model (a reward function, advantages) get host slots, in addition to the cluster's. Those that wait
+    for one another anyway share one.
     `should_stop` is called between candidates once a plan is known. When it returns True, the best plan so far is
     returned and `estimates.search.complete` is False. Its `gap` is proven: no plan takes less than
     `iteration_s * (1 - gap)`; after a complete search it is 0. `backends` are the training backends to choose from,
