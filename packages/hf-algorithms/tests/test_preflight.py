@@ -439,6 +439,14 @@ def test_flex_attention_on_a_cpu_is_refused(build: Callable[..., Config]) -> Non
     assert str(error).startswith("training.attn_implementation = 'flex_attention': torch's function has no backward")
 
 
+def test_eager_attention_is_planned_as_slower(build: Callable[..., Config], tmp_path: Path) -> None:
+    seconds = []
+    for function in ("sdpa", "eager"):
+        _, plan = check_run(build(training={"attn_implementation": function}), tmp_path / function)
+        seconds.append(plan.require_estimates().iteration_s)
+    assert seconds[0] < seconds[1]
+
+
 @pytest.fixture(scope="module")
 def quickstart() -> Iterator[tuple[Config, RunInputs]]:
     with TemporaryDirectory() as folder:

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES, SharedPrompts
-from hf_engine.training.micro_batches import MicroBatch, plan_micro_batches
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
 from hf_engine.training.optimizer import local_shard
 from hf_engine.training.outputs import OutputRequest
 from hf_engine.training.shared_prompts import PackedRowPlanner, PromptSharing
@@ -334,16 +334,33 @@ def test_auto_pads_little_where_lengths_differ(num_groups, num_samples, seed):
     assert sum(map(sum, tokens)) > 0.95 * computed
 
 
-def test_scores_that_attention_keeps_count_for_packed_rows():
-    """With the sizes of Gemma 2 2B: in each layer 8 heads keep two float32 scores of each pair of tokens.
+def measure_kept(model, tokens):
+    """Bytes that a forward pass on a row of so many tokens keeps for the backward pass."""
+    kept = {}
 
-    A token keeps what seven matrices return or take: 2,048 for each of q, k and v together, and o; three times 9,216.
-    """
-    costs = []
-    for attention in ("sdpa", "eager"):
-        config = AutoConfig.for_model("gemma2", vocab_size=64)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        costs.append(SharedPrompts(model, CONFIG, head="lm")._costs.memory(4096))
-    in_tokens = 4096**2 * (8 * 2 * 4) / ((3 * 2048 + 3 * 9216) * 4)
-    assert costs[1] - costs[0] == pytest.approx(in_tokens, abs=2)
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = model(torch.arange(tokens)[None] % 64, use_cache=False)
+    del outputs
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+def test_scores_that_attention_keeps_count_for_the_budget(tmp_path, family):
+    """Bytes that grow with the square of a row's tokens are measured, and count for packed and for padded rows."""
+    path = write_tiny_family(tmp_path, family, max_position_embeddings=1024)
+    model, sdpa = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval() for _ in range(2))
+    short, middle, long = (measure_kept(model, tokens) for tokens in (256, 512, 1024))
+    pair_bytes = ((long - middle) / 512 - (middle - short) / 256) / 768
+    sdpa.config._attn_implementation = "sdpa"  # transformers does not load gpt-oss with it
+    shared, plain = (SharedPrompts(each, CONFIG, head="lm") for each in (model, sdpa))
+    share = shared._costs.pair_memory - plain._costs.pair_memory
+    passed = [each for name, each in model.model.named_parameters() if each.dim() > 1 and "embed" not in name]
+    outputs = sum(each[0].numel() * 2 if each.dim() == 3 else each.numel() for each in passed) / 32
+    assert share * 4 * 2 * outputs == pytest.approx(pair_bytes, rel=0.01)
+    batch = shared.prepare(SequenceBatch(build_groups()))
+    assert (batch.pair_memory, plain.prepare(batch).pair_memory) == (pytest.approx(share), 0.0)

@@ -236,7 +236,10 @@ def plan_placement(
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
         **compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
-        software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
+        software=SoftwareSpec(
+            gathers="model" if config.training.shard == "root" else "layer",
+            fused_attention=config.training.attn_implementation != "eager",
+        ),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
         adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or (), sends=sends),
     )

@@ -1,6 +1,7 @@
-"""The function that computes attention in a model of transformers: the one that computes all of it, or a user's choice.
+"""The function that computes attention in a model of transformers: one that drops nothing, or a user's choice.
 
-transformers gives each function the same arguments, and a function leaves out those that it has no use for.
+transformers gives each function the same arguments, and a function ignores those that it does not know: torch's drops a
+cap on logits without a message, while vLLM applies it.
 """
 
 from __future__ import annotations

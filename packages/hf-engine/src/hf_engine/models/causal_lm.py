@@ -116,7 +116,7 @@ def move_to(device: torch.device, model: Any) -> None:
 
 
 def prepare_loaded(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
-    """Gives a loaded model one dtype, an embedding that learns, its whole attention, and the source of its exports."""
+    """Gives a loaded model one dtype, an embedding that learns, attention with its cap, and its source for exports."""
     choose_attention(loaded, "auto", torch.device("cpu"))
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)

@@ -130,6 +130,8 @@ class SequenceBatch:
 
     sharing: PromptSharing | None = None
     """Costs by which rows are packed; None: every row is padded, and computed whole."""
+    pair_memory: float = 0.0
+    """Memory of two tokens of a padded row, as a share of a token's; see `plan_micro_batches`."""
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
@@ -149,7 +151,7 @@ class SequenceBatch:
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
-        plan = partial(plan_micro_batches, prompts, responses, max_tokens)
+        plan = partial(plan_micro_batches, prompts, responses, max_tokens, pair_memory=self.pair_memory)
         if self.sharing is None:
             return [self._pad(torch.tensor(rows)) for rows in plan()]
         planner = PackedRowPlanner(prompts, self._num_read, max_tokens, self.sharing)
@@ -341,17 +343,22 @@ def plan_micro_batches(
     max_tokens: int,
     *,
     rows: Sequence[int] | None = None,
+    pair_memory: float = 0.0,
 ) -> list[list[int]]:
     """Cuts rows into micro-batches of at most `max_tokens` tokens, padding included.
 
     A micro-batch of b rows costs b * (longest prompt + longest response): prompts are padded on the left and
     responses on the right. Rows are taken longest first; every row is in exactly one micro-batch.
 
+    Where attention keeps its scores, each row of width w costs w + `pair_memory` * w * w. A row by itself may cost more
+    than the bound, as long as its tokens are within it.
+
     Args:
         prompt_lengths: of every row.
         response_lengths: of every row.
         max_tokens: of a micro-batch.
         rows: which to cut; None: all.
+        pair_memory: of attention's scores of two tokens, as a share of a token's.
 
     Raises:
         BatchError: for a row that is longer than the budget by itself.
@@ -370,7 +377,7 @@ def plan_micro_batches(
                 f"micro_batch_tokens={max_tokens}. Raise micro_batch_tokens or shorten the row"
             )
         wider = max(longest_prompt, prompt) + max(longest_response, response)
-        if batches and (len(batches[-1]) + 1) * wider <= max_tokens:
+        if batches and (len(batches[-1]) + 1) * (wider + pair_memory * wider**2) <= max_tokens:
             batches[-1].append(row)
             longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
         else:

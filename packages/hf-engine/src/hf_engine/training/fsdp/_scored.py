@@ -58,7 +58,8 @@ class ScoredBatch(SequenceBatch):
                 )
         if any(int(side.lengths.min()) == 0 for side in self._sides if len(side.lengths)):
             raise BatchError("a row of the batch has no tokens: nothing can be scored. Give each row a prompt")
-        plan = plan_micro_batches([0] * len(longest), longest, max_tokens // num_sides)
+        prompts = [0] * len(longest)
+        plan = plan_micro_batches(prompts, longest, max_tokens // num_sides, pair_memory=self.pair_memory)
         return [self._pad_sides(torch.tensor(rows)) for rows in plan]
 
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:

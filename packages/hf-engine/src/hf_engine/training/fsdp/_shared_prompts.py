@@ -28,8 +28,10 @@ EXACT_FAMILIES = frozenset(
 
 _MASK_BYTES = 5
 """Of one element of a mask, which is bool and float32 at once."""
-_SCORE_BYTES = 8
-"""Of one score of a head that `"eager"` attention keeps for the backward pass, before and after its softmax."""
+_SCORE_BYTES = 4
+"""Of one score of a head that `"eager"` attention keeps for the backward pass; with a cap it keeps another 4."""
+_KEPT_OUTPUTS = 2
+"""Numbers that a token keeps for the backward pass, for each that a product with weights returns."""
 _PAIR_EFFORT = 1.3
 """Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
 
@@ -55,21 +57,43 @@ def _estimate(model: Any, *, always: bool) -> PromptSharing:
     """Costs of a model's rows, from the sizes of its parameters before they are sharded."""
     settings = model.config.get_text_config()
     layers, heads, hidden = settings.num_hidden_layers, settings.num_attention_heads, settings.hidden_size
-    chosen = getattr(settings, "num_experts_per_tok", None) or getattr(settings, "moe_k", None) or 1
-    ends = {id(each.weight) for each in (model.get_input_embeddings(), model.get_output_embeddings())}
-    weights = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
-    # Stacked experts have a third dimension: a token passes a few of them.
-    passed = sum(each.numel() if each.dim() == 2 else each[0].numel() * chosen for each in weights)
+    passed = _count_passed(model)
     size = getattr(settings, "head_dim", None) or hidden // heads
     kinds = len(set(getattr(settings, "layer_types", None) or [""]))
-    function = settings._attn_implementation
-    pair_memory = 0.0 if function == "flex_attention" else kinds * _MASK_BYTES / (4 * layers * hidden)
-    if function == "eager":
-        # Next to scores a token keeps what its matrices return, passed / (layers x hidden) numbers in each layer.
-        pair_memory += _SCORE_BYTES * layers * heads / (4 * passed / hidden)
+    has_masks = settings._attn_implementation != "flex_attention"
     return PromptSharing(
-        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed, pair_memory=pair_memory, always=always
+        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed,
+        pair_memory=has_masks * kinds * _MASK_BYTES / (4 * layers * hidden) + _measure_scores(model),
+        always=always,
     )
+
+
+def _measure_scores(model: Any) -> float:
+    """Scores of two tokens that attention keeps for the backward pass, as a share of a token's memory.
+
+    They are not counted for a family with other sizes in each layer, or under other names.
+    """
+    settings = model.config.get_text_config()
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    layers, heads, hidden = (getattr(settings, name, None) for name in names)
+    if settings._attn_implementation != "eager" or not (
+        isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)
+    ):
+        return 0.0
+    is_capped = bool(getattr(settings, "attn_logit_softcapping", None))
+    score_bytes = layers * heads * _SCORE_BYTES * (1 + is_capped)
+    return score_bytes / (4 * _KEPT_OUTPUTS * _count_passed(model) / hidden)
+
+
+def _count_passed(model: Any) -> int:
+    """Weights that a token is multiplied with, without those of the embedding and of the head."""
+    settings = model.config.get_text_config()
+    chosen = getattr(settings, "num_experts_per_tok", None) or getattr(settings, "moe_k", None) or 1
+    heads = (model.get_input_embeddings(), model.get_output_embeddings())
+    ends = {id(each.weight) for each in heads if each is not None}
+    weights = [each for each in model.parameters() if each.dim() > 1 and id(each) not in ends]
+    # Stacked experts have a third dimension: a token passes a few of them.
+    return sum(each.numel() if each.dim() == 2 else each[0].numel() * chosen for each in weights)
 
 
 class SharedPrompts:
@@ -84,6 +108,7 @@ class SharedPrompts:
     def __init__(self, model: Any, config: TrainConfig, *, head: Head) -> None:
         wanted = config.shared_prompts
         self._costs: PromptSharing | None = None
+        self._scores = _measure_scores(model)
         self._notice = ""
         if wanted is False or head == "score":
             return
@@ -98,7 +123,7 @@ class SharedPrompts:
         if self._notice and sequences.num_shared:
             notice, self._notice = self._notice, ""
             warnings.warn(notice, stacklevel=2)
-        sequences.sharing = self._costs
+        sequences.sharing, sequences.pair_memory = self._costs, self._scores
         return sequences
 
 
