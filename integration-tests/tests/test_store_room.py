@@ -50,7 +50,10 @@ LONG = (
         {"algorithm.name": "ppo"},
         {"algorithm.name": "grpo", "rollout.samples_per_prompt": 4},
         {"algorithm.name": "safe_rlhf", "algorithm.ptx_coefficient": 0.1},
-        {"algorithm.name": "distillation", "algorithm.signal": "top_k", "algorithm.top_k": 4},
+        pytest.param(
+            {"algorithm.name": "distillation", "algorithm.signal": "top_k", "algorithm.top_k": 4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda keys: keys["algorithm.name"],
 )

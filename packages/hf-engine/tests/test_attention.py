@@ -57,7 +57,13 @@ def compare_with_flex(model):
     assert float((found - expected).abs().max()) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "gemma3_text", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("gemma2", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in ("llama", "mistral", "gemma3_text", "deepseek_v3")),
+    ],
+)
 def test_packed_rows_by_flex_attention_equal_rows_apart(ranks1, tmp_path, family):
     """Full and sliding windows, a cap on logits, and keys of another size than values."""
     ranks1.run(compare_with_flex, write_tiny_family(tmp_path, family))

@@ -349,13 +349,13 @@ def measure_kept(model, tokens):
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
 def test_scores_that_attention_keeps_count_for_the_budget(tmp_path, family):
     """Bytes that grow with the square of a row's tokens are measured, and count for packed and for padded rows."""
-    path = write_tiny_family(tmp_path, family, max_position_embeddings=1024)
+    path = write_tiny_family(tmp_path, family, max_position_embeddings=512)
     model, sdpa = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager").eval() for _ in range(2))
-    short, middle, long = (measure_kept(model, tokens) for tokens in (256, 512, 1024))
-    pair_bytes = ((long - middle) / 512 - (middle - short) / 256) / 768
+    short, middle, long = (measure_kept(model, tokens) for tokens in (128, 256, 512))
+    pair_bytes = ((long - middle) / 256 - (middle - short) / 128) / 384
     sdpa.config._attn_implementation = "sdpa"  # transformers does not load gpt-oss with it
     shared, plain = (SharedPrompts(each, CONFIG, head="lm") for each in (model, sdpa))
     share = shared._costs.pair_memory - plain._costs.pair_memory
