@@ -16,8 +16,8 @@ from hf_algorithms.recipes import RECIPES
 from hf_protocols import Dataflow
 from small_runs import Outcome
 
-ON_RAY = ("ppo", "grpo", "dapo")
-"""A critic, groups and refills; the others are `slow` on Ray."""
+ON_RAY = ("ppo", "grpo")
+"""A critic, and groups; the others are `slow` on Ray."""
 
 
 @pytest.fixture(scope="module")

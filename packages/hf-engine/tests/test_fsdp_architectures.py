@@ -74,7 +74,9 @@ def conformance(model, directory, config):
 
 
 # `make test-families` holds every family to transformers; tied embeddings are also in test_fsdp.py.
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("gemma", marks=pytest.mark.matrix), "mixtral"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("gemma", marks=pytest.mark.matrix), "mixtral"]
+)
 def test_another_architecture_conforms(ranks2, tmp_path, name):
     write, config = MODELS[name]
     ranks2.run(conformance, write(tmp_path / "model"), tmp_path, config)
