@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.models.attention import choose_attention
+from hf_engine.models.attention import choose_attention, keep_cap
 from hf_engine.testing import write_tiny_family
 from hf_engine.testing._cases import build_batch, rows_of
 from hf_protocols import ParallelSpec, Topology
@@ -88,6 +88,7 @@ def test_auto_keeps_what_a_function_would_leave_out(tmp_path):
     capped, other = load(tmp_path, "gemma2"), load(tmp_path, "llama")
     assert function_of(capped) == function_of(other) == "sdpa"
     for model in (capped, other):
+        keep_cap(model)
         choose_attention(model, "auto", GPU)
     assert (function_of(capped), function_of(other)) == ("eager", "sdpa")
 

@@ -47,33 +47,24 @@ def llama_config(**keys):
     )
 
 
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "initializer_range": 0.3,
+    "num_labels": 1,
+}
 CLASSIFIERS = {
     "llama": llama_config(pad_token_id=0, num_labels=1),
     "llama that pads with its eos": llama_config(pad_token_id=1, num_labels=1),
     "gpt2 without a pad token": GPT2Config(
         vocab_size=VOCAB_SIZE, n_embd=16, n_layer=2, n_head=2, n_positions=48, initializer_range=0.3, num_labels=1
     ),
-    "bert": BertConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.3,
-        num_labels=1,
-    ),
+    "bert": BertConfig(**SIZES),
     "gemma2 with a cap": Gemma2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        attn_logit_softcapping=0.5,
-        initializer_range=0.3,
-        pad_token_id=0,
-        num_labels=1,
+        **SIZES, num_key_value_heads=1, head_dim=8, attn_logit_softcapping=0.5, pad_token_id=0
     ),
 }
 

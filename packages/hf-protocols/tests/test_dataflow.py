@@ -105,6 +105,18 @@ def test_call_is_one_level_after_its_last_writer() -> None:
     assert Dataflow(name="empty", calls=()).stages() == ()
 
 
+def test_predecessors_are_all_writers_before_a_call() -> None:
+    before = {
+        call.method: sorted(each.method for each in found)
+        for call, found in Dataflow.preset("ppo").predecessors().items()
+    }
+    scored = ["compute_logprobs", "compute_ref_logprobs", "compute_reward", "compute_values", "generate_sequences"]
+    assert before["generate_sequences"] == []
+    assert before["compute_reward"] == before["compute_values"] == ["generate_sequences"]
+    assert before["compute_advantages"] == scored
+    assert {*before["update_actor"]} >= {"compute_advantages", *scored}
+
+
 def test_a_column_is_written_once() -> None:
     with pytest.raises(ConfigError, match=r"column 'x' is written by a\.run and by b\.run. Rename one"):
         Dataflow(name="own", calls=(call("a", (), ("x",)), call("b", (), ("x",))))

@@ -136,6 +136,16 @@ class Dataflow:
         """
         return self._stages
 
+    def predecessors(self) -> dict[ModelCall, frozenset[ModelCall]]:
+        """All calls that each call waits for: the writers of what it reads, and the predecessors of these."""
+        writers: dict[str, ModelCall] = {}
+        found: dict[ModelCall, frozenset[ModelCall]] = {}
+        for call in self.calls:
+            direct = frozenset(writers[column] for column in _columns_read(call) if column in writers)
+            found[call] = direct.union(*(found[each] for each in direct))
+            writers.update(dict.fromkeys(call.writes, call))
+        return found
+
 
 def _columns_read(call: ModelCall) -> tuple[str, ...]:
     """The columns by name; optional ones are treated like the others."""

@@ -16,23 +16,36 @@ if TYPE_CHECKING:
 
     from hf_engine.backends.train_config import AttentionFunction
 
-__all__ = ["choose_attention"]
+__all__ = ["choose_attention", "is_capped", "keep_cap"]
+
+
+def is_capped(model: Any) -> bool:
+    """True if the model bounds the logits of attention, as Gemma 2 does."""
+    return bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
+
+
+def keep_cap(model: Any) -> None:
+    """Has a loaded model with a cap compute attention by its own code, and leaves others to transformers' choice."""
+    if is_capped(model):
+        model.set_attn_implementation("eager")
 
 
 def choose_attention(model: Any, wanted: AttentionFunction, device: torch.device) -> None:
-    """Has a loaded model compute attention by a function; `"auto"` is transformers' choice, unless it drops something.
+    """Has a loaded model compute attention by a function; `"auto"` leaves it as it is.
+
+    Args:
+        model: on which `keep_cap` was called.
+        wanted: by transformers' name.
+        device: where the model will compute.
 
     Raises:
         BackendError: for a function that does not run, that transformers does not have for the model, or that leaves
             out the model's cap on logits.
     """
-    is_capped = bool(getattr(model.config.get_text_config(), "attn_logit_softcapping", None))
     if wanted == "auto":
-        if is_capped:  # torch's function has no argument for it
-            model.set_attn_implementation("eager")
         return
     label, name = f"attn_implementation={show(wanted)}", type(model).__name__
-    if wanted == "sdpa" and is_capped:
+    if wanted == "sdpa" and is_capped(model):
         raise BackendError(
             f"{label}: a {name} has attn_logit_softcapping, which torch's function leaves out. Use 'eager', or "
             "'flex_attention' on a GPU"

@@ -37,7 +37,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
-from hf_engine.models.attention import choose_attention
+from hf_engine.models.attention import keep_cap
 from hf_engine.models.conversions import buffers_in_files, persistent_buffers, read_file_names
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
@@ -117,7 +117,7 @@ def move_to(device: torch.device, model: Any) -> None:
 
 def prepare_loaded(files: ModelDirectory, loaded: Any, dtype: torch.dtype) -> None:
     """Gives a loaded model one dtype, an embedding that learns, attention with its cap, and its source for exports."""
-    choose_attention(loaded, "auto", torch.device("cpu"))
+    keep_cap(loaded)
     for parameter in loaded.parameters():  # of some families transformers keeps a few in float32
         parameter.data = parameter.data.to(dtype)
     embedding = loaded.get_input_embeddings()

@@ -9,7 +9,7 @@ from itertools import product
 from hf_mapper._names import unknown_name
 from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
-from hf_protocols import CallKind, ConfigError, Dataflow, ModelCall, ModelShape, PlanError
+from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
 from hf_protocols.validation import show
 
 __all__ = ["ModelDemand", "build_demands", "group_functions", "number_demands"]
@@ -118,12 +118,12 @@ def group_functions(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tup
     A slot has one process, whose calls run one after another. Two roles share it if each call of one has to wait for
     each call of the other anyway, directly or through other calls.
     """
-    waited = _find_waited(dataflow)
+    before = dataflow.predecessors()
     calls = {role: [call for call in dataflow.calls if call.role == role] for role in dataflow.roles}
 
     def can_share(role: str, slot: list[str]) -> bool:
         pairs = product(calls[role], (call for other in slot for call in calls[other]))
-        return all(one in waited[other] or other in waited[one] for one, other in pairs)
+        return all(one in before[other] or other in before[one] for one, other in pairs)
 
     slots: list[list[str]] = []
     for role in (each for each in dataflow.roles if each not in models):
@@ -133,15 +133,3 @@ def group_functions(dataflow: Dataflow, models: Mapping[str, ModelShape]) -> tup
         else:
             slot.append(role)
     return tuple(map(tuple, slots))
-
-
-def _find_waited(dataflow: Dataflow) -> dict[ModelCall, frozenset[ModelCall]]:
-    """The calls that each call waits for: those that write what it reads, and those that they wait for."""
-    writers: dict[str, ModelCall] = {}
-    waited: dict[ModelCall, frozenset[ModelCall]] = {}
-    for call in dataflow.calls:
-        columns = (column.removesuffix("?") for column in call.reads)
-        direct = frozenset(writers[column] for column in columns if column in writers)
-        waited[call] = direct.union(*(waited[each] for each in direct))
-        writers.update(dict.fromkeys(call.writes, call))
-    return waited

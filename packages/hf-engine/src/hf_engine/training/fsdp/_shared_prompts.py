@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from hf_engine.models.attention import is_capped
 from hf_engine.training.shared_prompts import PromptSharing
 from hf_protocols.validation import show
 
@@ -53,17 +54,17 @@ def find_obstacle(model: Any, config: TrainConfig) -> str | None:
     return None
 
 
-def _estimate(model: Any, *, always: bool) -> PromptSharing:
-    """Costs of a model's rows, from the sizes of its parameters before they are sharded."""
+def _estimate(model: Any, score_memory: float, *, always: bool) -> PromptSharing:
+    """Costs of a model's rows, from the sizes of its parameters before they are sharded, and of `_measure_scores`."""
     settings = model.config.get_text_config()
     layers, heads, hidden = settings.num_hidden_layers, settings.num_attention_heads, settings.hidden_size
     passed = _count_passed(model)
     size = getattr(settings, "head_dim", None) or hidden // heads
     kinds = len(set(getattr(settings, "layer_types", None) or [""]))
-    has_masks = settings._attn_implementation != "flex_attention"
+    mask_bytes = 0 if settings._attn_implementation == "flex_attention" else kinds * _MASK_BYTES
     return PromptSharing(
         pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed,
-        pair_memory=has_masks * kinds * _MASK_BYTES / (4 * layers * hidden) + _measure_scores(model),
+        pair_memory=mask_bytes / (4 * layers * hidden) + score_memory,
         always=always,
     )
 
@@ -80,8 +81,7 @@ def _measure_scores(model: Any) -> float:
         isinstance(layers, int) and isinstance(heads, int) and isinstance(hidden, int)
     ):
         return 0.0
-    is_capped = bool(getattr(settings, "attn_logit_softcapping", None))
-    score_bytes = layers * heads * _SCORE_BYTES * (1 + is_capped)
+    score_bytes = layers * heads * (2 * _SCORE_BYTES if is_capped(model) else _SCORE_BYTES)
     return score_bytes / (4 * _KEPT_OUTPUTS * _count_passed(model) / hidden)
 
 
@@ -114,7 +114,7 @@ class SharedPrompts:
             return
         obstacle = find_obstacle(model, config)
         if obstacle is None:
-            self._costs = _estimate(model, always=wanted is True)
+            self._costs = _estimate(model, self._scores, always=wanted is True)
         else:
             self._notice = f"training.shared_prompts: rows with equal prompts are computed apart, because {obstacle}"
 
