@@ -1,9 +1,10 @@
-"""The fsdp backend's head: logits of response tokens and of nothing else."""
+"""The fsdp backend's forward passes: logits of response tokens and of nothing else, and tokens of a micro-batch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from hf_engine import TrainConfig, load_train_backend
 from hf_engine.testing import write_tiny_model
@@ -43,6 +44,33 @@ def positions_of_the_head(model, shard, head):
 
     backend.train_step(batch, loss, 1.0)
     return seen, len(batch["response_ids"].values()), sum(columns), padding
+
+
+@pytest.mark.parametrize(("shared_prompts", "head"), [(False, "lm"), ("auto", "lm"), ("auto", "score")])
+def test_a_micro_batch_on_a_cpu_has_enough_tokens(ranks2, tmp_path, shared_prompts, head):
+    """1,024 for a thread. Where each of them gathers every layer from other ranks, there are as few as fit."""
+    model = write_tiny_model(tmp_path, vocab_size=8192)
+    for sizes, enough in ranks2.run(sizes_of_micro_batches, model, "root", shared_prompts, head):
+        assert len(sizes) > 1
+        assert enough / 2 < max(sizes) <= enough
+    for sizes, _ in ranks2.run(sizes_of_micro_batches, model, "layer", shared_prompts, head):
+        assert len(sizes) == 1
+
+
+def sizes_of_micro_batches(model, shard, shared_prompts, head):
+    """Tokens of each micro-batch of rows with prompts of their own, and how many are enough for this rank's threads."""
+    config = TrainConfig(learning_rate=1e-2, micro_batch_tokens=1 << 20, shard=shard, shared_prompts=shared_prompts)
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()))
+    backend = load_train_backend("fsdp").build(model, topology=topology, config=config, head=head)
+    enough = 1024 * torch.get_num_threads()
+    batch = build_batch(enough // 4, vocab_size=8192)
+    name = "compute_scores" if head == "score" else "compute_logprobs"
+    passes = []
+    backend._model.register_forward_pre_hook(
+        lambda module, _, inputs: passes.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
+    getattr(backend, name)(batch)
+    return passes, enough
 
 
 def test_rows_without_a_response_are_scored(ranks1, tmp_path):

@@ -19,16 +19,17 @@ from hf_protocols import BatchError
 lengths = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20)), max_size=12)
 
 
-@given(lengths, st.integers(40, 120), st.sampled_from([0.0, 0.01, 0.2]))
-def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens, pair_memory):
-    """One row alone may keep more scores than the budget has room for."""
+@given(lengths, st.integers(40, 120), st.sampled_from([0.0, 0.01, 0.2]), st.none() | st.integers(1, 130))
+def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens, pair_memory, enough):
+    """One row alone may keep more scores than the budget has room for, and have more tokens than are enough."""
     prompts, responses = [p for p, _ in rows], [r for _, r in rows]
-    batches = plan_micro_batches(prompts, responses, max_tokens, pair_memory=pair_memory)
+    batches = plan_micro_batches(prompts, responses, max_tokens, pair_memory=pair_memory, enough_tokens=enough)
+    bound = min(enough or max_tokens, max_tokens)
     assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
     for batch in batches:
         width = max(prompts[row] for row in batch) + max(responses[row] for row in batch)
         assert width <= max_tokens
-        assert len(batch) == 1 or len(batch) * (width + pair_memory * width**2) <= max_tokens
+        assert len(batch) == 1 or len(batch) * (width + pair_memory * width**2) <= bound
 
 
 def test_similar_lengths_go_together():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -118,8 +118,8 @@ def score_alone(model, pairs):
     return torch.tensor([[float(each.reshape(-1)[-1]) for each in row] for row in sides])
 
 
-def score(model, pairs, both):
-    backend = build(model, trainable=False)
+def score(model, pairs, both, config=CONFIG):
+    backend = build(model, config, trainable=False)
     assert isinstance(backend, SupportsScores)
     batch, first, last = share(pairs, both)
     return first, last, backend.compute_scores(batch)["scores"]
@@ -133,6 +133,18 @@ def test_scores_equal_transformers(ranks2, tmp_path, name):
     for both in (True, False):
         for first, last, found in ranks2.run(score, directory, pairs, both):
             torch.testing.assert_close(found, wanted[first:last] if both else wanted[first:last, 0])
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_rows_that_end_with_every_token_are_scored(ranks1, tmp_path, both):
+    """No token of the vocabulary is left to pad with, where the model has no token for it."""
+    name = "gpt2 without a pad token"
+    directory = write_classifier(name, tmp_path / "model")
+    pairs = [(p, [*c, row % VOCAB_SIZE], [*r, (row + 7) % VOCAB_SIZE]) for row, (p, c, r) in enumerate(draw_pairs(80))]
+    reference = AutoModelForSequenceClassification.from_pretrained(directory, attn_implementation="eager").eval()
+    wanted = score_alone(reference, pairs)
+    ((_, _, found),) = ranks1.run(score, directory, pairs, both, replace(CONFIG, micro_batch_tokens=4096))
+    torch.testing.assert_close(found, wanted if both else wanted[:, 0])
 
 
 def test_scores_of_a_critic_are_its_last_values(ranks2, tmp_path):

@@ -235,14 +235,14 @@ class Plan(NamedTuple):
     rows: list  # (prompt tokens, response tokens)
 
     @classmethod
-    def of(cls, groups, max_tokens, sharing):
+    def of(cls, groups, max_tokens, sharing, enough_tokens=None):
         rows = [(prompt, length) for prompt, lengths in groups for length in lengths]
         prompts, responses = ([row[side] for row in rows] for side in (0, 1))
         numbers = iter(range(len(rows)))
-        planner = PackedRowPlanner(prompts, responses, max_tokens, sharing)
+        planner = PackedRowPlanner(prompts, responses, max_tokens, sharing, enough_tokens)
         packs, apart = planner.split([[next(numbers) for _ in lengths] for _, lengths in groups])
         apart = [row for row in apart if planner.fits(row)]
-        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart)
+        plain = plan_micro_batches(prompts, responses, max_tokens, rows=apart, enough_tokens=enough_tokens)
         return cls(packs, apart, plain, *planner.join(packs, plain), rows)
 
     def measure(self, pack):
@@ -273,6 +273,19 @@ def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, m
     if not always:
         alone = sum(sharing.work(sum(plan.rows[row])) for pack in plan.packs for row in pack)
         assert sum(sharing.work(plan.measure(pack)) for pack in plan.packs) <= alone
+
+
+@given(rows, st.integers(42, 200), st.integers(1, 250), st.floats(0, 0.2))
+def test_fewer_tokens_that_are_enough_cut_no_pack(groups, max_tokens, enough, memory):
+    """Prompts are shared as without the lower bound, which only says how many packed rows a micro-batch has."""
+    sharing = PromptSharing(pair_work=1e-3, pair_memory=memory)
+    plan = Plan.of(groups, max_tokens, sharing, enough)
+    assert plan.packs == Plan.of(groups, max_tokens, sharing).packs
+    bound = min(enough, max_tokens)
+    for batch in plan.tokens():
+        most = max(map(sharing.memory, batch))
+        assert most <= max_tokens
+        assert len(batch) == 1 or len(batch) * most <= bound
 
 
 @given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())

@@ -24,6 +24,7 @@ def agree_on_micro_batches(
     device: torch.device,
     *,
     needs_rows: bool,
+    enough_tokens: int | None = None,
     replicas: Sequence[int] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> tuple[SequenceBatch, list[MicroBatch]]:
@@ -37,6 +38,7 @@ def agree_on_micro_batches(
         group: the ranks that act together: the data-parallel ones, or more.
         device: where the group communicates.
         needs_rows: refuses a batch of which no rank has a row.
+        enough_tokens: of a micro-batch that gets no further row; see `SequenceBatch.micro_batches`.
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
         arguments: by name, what else all ranks are given alike; of a function its name counts.
@@ -48,7 +50,7 @@ def agree_on_micro_batches(
     """
     with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()
-        micro_batches = sequences.micro_batches(max_tokens)
+        micro_batches = sequences.micro_batches(max_tokens, enough_tokens)
         given = {name: _described(value) for name, value in (arguments or {}).items()}
         agreement.number = crc32(repr(given).encode())
         digest = sequences.digest() if replicas else 0

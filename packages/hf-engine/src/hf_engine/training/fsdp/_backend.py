@@ -46,7 +46,7 @@ from hf_engine.training.fsdp._scored import forward_scores, read_sequences
 from hf_engine.training.fsdp._shared_prompts import SharedPrompts
 from hf_engine.training.fsdp._state import FsdpState, StateFacts
 from hf_engine.training.loss import StepLoss
-from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, find_enough_tokens
 from hf_engine.training.offload import OffloadedMemory
 from hf_engine.training.optimizer import ShardedAdamW, local_shard
 from hf_engine.training.outputs import OutputRequest, TokenColumn
@@ -351,8 +351,17 @@ class FsdpBackend(TrainSteps):
             sequences = read_sequences(self._head, batch, vocab_size, candidates=request.candidates)
             return self._shared_prompts.prepare(sequences)
 
-        most, given = self._config.micro_batch_tokens, {"temperature": request.temperature, "denominator": denominator}
-        return agree_on_micro_batches(prepare, most, self._group, self._device, needs_rows=needs_rows, arguments=given)
+        # With `shard="layer"` every micro-batch gathers every layer.
+        gathers = self._config.shard == "layer" and len(self._ranks) > 1
+        return agree_on_micro_batches(
+            prepare,
+            self._config.micro_batch_tokens,
+            self._group,
+            self._device,
+            needs_rows=needs_rows,
+            enough_tokens=None if gathers else find_enough_tokens(self._device),
+            arguments={"temperature": request.temperature, "denominator": denominator},
+        )
 
     def _measure(self, loss: float) -> tuple[float, float]:
         optimizer = require_trainable(self._optimizer, "a step")

@@ -38,11 +38,17 @@ class ScoredBatch(SequenceBatch):
         require_columns(batch, ("prompt_ids", "response_ids"))
         self._batch = batch
         self._prompts = read_ids(batch, "prompt_ids", vocab_size)
+        # A sequence may be padded with a token that ends none; see `_classify`.
+        self._most_sequences = len(self._prompts.lengths) * 2 if vocab_size is None else vocab_size - 1
         names = ("response_ids", *(("rejected_ids",) if "rejected_ids" in batch else ()))
         self._sides = [_join(self._prompts, read_ids(batch, name, vocab_size)) for name in names]
 
-    def micro_batches(self, max_tokens: int) -> list[MicroBatch]:
+    def micro_batches(self, max_tokens: int, enough_tokens: int | None = None) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding and both sides included.
+
+        Args:
+            max_tokens: bound on a micro-batch.
+            enough_tokens: of a micro-batch that gets no further row; see `plan_micro_batches`.
 
         Raises:
             BatchError: for a row without tokens, or above the token budget.
@@ -59,8 +65,13 @@ class ScoredBatch(SequenceBatch):
         if any(int(side.lengths.min()) == 0 for side in self._sides if len(side.lengths)):
             raise BatchError("a row of the batch has no tokens: nothing can be scored. Give each row a prompt")
         prompts = [0] * len(longest)
-        plan = plan_micro_batches(prompts, longest, max_tokens // num_sides, pair_memory=self.pair_memory)
-        return [self._pad_sides(torch.tensor(rows)) for rows in plan]
+        enough = None if enough_tokens is None else enough_tokens // num_sides
+        plan = plan_micro_batches(
+            prompts, longest, max_tokens // num_sides, enough_tokens=enough, pair_memory=self.pair_memory
+        )
+        most = max(1, self._most_sequences // num_sides)
+        cut = [rows[start : start + most] for rows in plan for start in range(0, len(rows), most)]
+        return [self._pad_sides(torch.tensor(rows)) for rows in cut]
 
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """The dense columns of the rows, by name: a loss of scores reads no tokens."""
