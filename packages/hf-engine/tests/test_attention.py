@@ -11,8 +11,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from transformers import AutoModelForCausalLM
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
-from hf_engine import TrainConfig, load_train_backend
+from hf_engine import TrainConfig, derive_shape, load_train_backend
+from hf_engine.model_directory import read_model_directory
 from hf_engine.models.attention import choose_attention, keep_cap
+from hf_engine.models.causal_lm import load_causal_lm
 from hf_engine.testing import write_tiny_family
 from hf_engine.testing._cases import build_batch, rows_of
 from hf_protocols import ParallelSpec, Topology
@@ -29,6 +31,17 @@ def build(model, **changes):
 
 def load(tmp_path, family, **config):
     return AutoModelForCausalLM.from_pretrained(write_tiny_family(tmp_path / family, family, **config))
+
+
+@pytest.mark.parametrize(
+    ("family", "keeps"), [("gemma2", True), ("gpt_oss", True), ("olmo2", False), ("gemma3_text", False)]
+)
+def test_shapes_say_which_families_keep_scores(tmp_path, family, keeps):
+    """Those whose loaded model has no fused function."""
+    directory = write_tiny_family(tmp_path / family, family)
+    model, *_ = load_causal_lm(directory, torch.float32)
+    assert (function_of(model) == "eager") == keeps
+    assert derive_shape(read_model_directory(directory)).keeps_scores == keeps
 
 
 def function_of(model):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,8 +9,9 @@ from tensordict import TensorDict
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_engine import SamplingParams, load_rollout_backend
+from hf_engine.backends.jagged import to_jagged
 from hf_engine.rollout.memory import host_bytes
-from hf_engine.testing import check_rollout_backend, write_tiny_model
+from hf_engine.testing import check_rollout_backend, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_prompts, rows_of
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
@@ -151,6 +154,30 @@ def test_the_cache_is_sized_by_a_share_of_the_memory_too(models):
         )
     with pytest.raises(BackendError, match=r"cache_bytes=1 and cache_fraction=0.5 both size the cache. Use one"):
         build(models["tied"], cache_bytes=1, cache_fraction=0.5)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama"])
+def test_scores_of_a_prefill_count_where_attention_writes_them(tmp_path, family):
+    """Gemma 2 has a cap on attention's logits, and computes them without a fused function: 12 bytes for two tokens."""
+    write = write_tiny_model if family == "llama" else partial(write_tiny_family, family=family)
+    model, least = write(tmp_path), 40_000
+    ids = to_jagged(torch.arange(3, 33).repeat(8), torch.arange(0, 241, 30))
+    prompts = TensorDict({"prompt_ids": ids, "row_id": torch.arange(8)}, [8])
+    sampling, found = SamplingParams(max_new_tokens=2), []
+    for cache_bytes in (least, 1 << 30):
+        backend, passes = build(model, cache_bytes=cache_bytes), []
+        backend._model.register_forward_pre_hook(
+            lambda module, _, inputs, passes=passes: passes.append(inputs["input_ids"].shape), with_kwargs=True
+        )
+        found.append(backend.generate(prompts, sampling)["response_ids"].values())
+        rows = [shape[0] for shape in passes if shape[1] > 1]
+        assert sum(rows) == 8
+        if cache_bytes == least and family == "gemma2":
+            heads = backend._model.config.num_attention_heads
+            assert 1 <= max(rows) <= max(1, least // (heads * 30 * 30 * 12))
+        elif cache_bytes != least:
+            assert rows == [8]
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("fails", ["on the host", "on a device"])

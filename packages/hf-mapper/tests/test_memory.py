@@ -6,7 +6,14 @@ import re
 
 import pytest
 
-from hf_mapper import ClusterSpec, WorkloadSpec, estimate_memory, is_feasible, simulate_generation
+from hf_mapper import (
+    ClusterSpec,
+    WorkloadSpec,
+    estimate_memory,
+    is_feasible,
+    simulate_generation,
+    simulate_training,
+)
 from hf_mapper.simulators.layouts import read_layouts
 from hf_mapper.simulators.memory import kv_cache_bytes, training_work_bytes
 from hf_mapper.software import FSDP, MEGATRON_2021, ZERO_2021, SoftwareSpec
@@ -48,6 +55,27 @@ def test_states_take_18_bytes_trained_and_2_otherwise(parallel: str) -> None:
     assert bytes_per_parameter(["inference"], "bfloat16", parallel) == pytest.approx(2)
     assert bytes_per_parameter(["training", "inference"], "float32", parallel) == pytest.approx(16)
     assert bytes_per_parameter(["inference"], "float32", parallel) == pytest.approx(4)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_model_that_keeps_scores_is_planned_as_unfused(recompute: str) -> None:
+    """Only training differs: engines generate with kernels of their own."""
+    unfused = dataclasses.replace(WORKLOAD, recompute=recompute, software=SoftwareSpec(fused_attention=False))
+    fused = dataclasses.replace(unfused, software=SoftwareSpec())
+    spec, cluster = ParallelSpec.parse("1-2-4"), ClusterSpec.host(8, 2**40)
+    keeping = dataclasses.replace(LLAMA, keeps_scores=True)
+
+    def measure(model: ModelShape, workload: WorkloadSpec) -> object:
+        return estimate_memory(model, cluster, spec, workload, calls=["training"])
+
+    assert measure(keeping, fused) == measure(LLAMA, unfused)
+    if recompute != "full":
+        assert measure(keeping, fused) != measure(LLAMA, fused)
+    found, wanted, less = (
+        simulate_training(model, cluster, spec, workload).latency_s
+        for model, workload in ((keeping, fused), (LLAMA, unfused), (LLAMA, fused))
+    )
+    assert found == wanted != less
 
 
 def test_weights_that_are_cast_have_no_copy() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hf_mapper._names import unknown_name
+from hf_protocols import ModelShape
 
 __all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "MEGATRON_DEEPSPEED", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
 
@@ -16,7 +17,8 @@ _GATHERED = ("matrix", "layer", "model")
 class SoftwareSpec:
     """A training stack; the defaults describe the backends of hf-engine.
 
-    `fused_attention`: scores stay on chip, and a causal mask halves the work; otherwise they are written and read.
+    `fused_attention`: scores stay on chip, and a causal mask halves the work; otherwise they are written and read, as
+    they are for a model that `keeps_scores`.
     `sequence_parallel`: norms and residuals are sharded over the tensor group too (Korthikanti et al.).
     `distributed_optimizer`: Megatron's optimizer state is sharded over data-parallel ranks.
     `dropout`: masks are drawn in training, which takes memory.
@@ -42,6 +44,10 @@ class SoftwareSpec:
     def __post_init__(self) -> None:
         if self.gathers not in _GATHERED:
             raise unknown_name("software: gathers", str(self.gathers), _GATHERED)
+
+    def fuses_attention(self, model: ModelShape) -> bool:
+        """True if training keeps the scores of this model's attention on chip."""
+        return self.fused_attention and not model.keeps_scores
 
 
 FSDP = SoftwareSpec(name="fsdp", cast_weights=True, fused_loss=False)

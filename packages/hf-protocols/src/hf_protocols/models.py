@@ -48,7 +48,7 @@ _COUNTS = ("num_experts", "num_experts_per_token")
 _LISTED = ("num_layers", "num_heads", "num_kv_heads", *_COUNTS)
 _MOST_LISTED, _MOST = 10**5, 2**31 - 1
 """Limits above any known model: a plan lists layers, heads and experts one by one, and counts other sizes."""
-_FLAGS = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm")
+_FLAGS = ("tie_embeddings", "qkv_bias", "o_bias", "mlp_bias", "qk_norm", "keeps_scores")
 _REQUIRED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
@@ -58,6 +58,7 @@ class ModelShape:
 
     `num_experts` is 0 for a dense model; `intermediate_size` is one expert's width where there are experts.
     `max_positions` includes stretched rotary embeddings: see `hf_protocols.positions`.
+    `keeps_scores`: training computes attention without a fused kernel, as for a cap on its logits or for sinks.
     `listed_parameters` is empty where names and shapes follow from the sizes; see `from_parameters`.
 
     Raises:
@@ -83,6 +84,7 @@ class ModelShape:
     num_experts_per_token: int = 0
     family: str = "llama"
     listed_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    keeps_scores: bool = False
 
     def __post_init__(self) -> None:
         _check.name("a model's name", self.name)
@@ -191,7 +193,13 @@ class ModelShape:
 
     @classmethod
     def from_parameters(
-        cls, config: Mapping[str, Any], parameters: Mapping[str, Sequence[int]], *, embedding: str, head: str
+        cls,
+        config: Mapping[str, Any],
+        parameters: Mapping[str, Sequence[int]],
+        *,
+        embedding: str,
+        head: str,
+        keeps_scores: bool = False,
     ) -> ModelShape:
         """Returns the generic shape of a model of any family, built from its parameters.
 
@@ -202,6 +210,7 @@ class ModelShape:
             parameters: shape of every parameter by name; a tied embedding once.
             embedding: name of the token embedding among them.
             head: name of the output layer, which is absent from `parameters` where it is the embedding.
+            keeps_scores: of the shape.
 
         Raises:
             ConfigError: for a configuration without a number of layers, or sizes that are not plausible.
@@ -215,6 +224,7 @@ class ModelShape:
             max_positions=compute_positions(config) or 4096,
             tie_embeddings=head not in parameters,
             family=str(family),
+            keeps_scores=keeps_scores,
             listed_parameters=tuple((name, tuple(shape)) for name, shape in parameters.items()),
             **_read_family_sizes(config, hidden_size),
         )

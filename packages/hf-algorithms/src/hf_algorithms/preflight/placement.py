@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, cast, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -244,6 +245,8 @@ def plan_placement(
         adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or (), sends=sends),
     )
     models = {role: shapes[role] for role in dataflow.roles if role in shapes}
+    if config.training.attn_implementation == "flex_attention":  # a fused kernel with caps and sinks
+        models = {role: replace(shape, keeps_scores=False) for role, shape in models.items()}
     backends = {role: (config.train_backend(role)[1],) for role in models}
     return map_dataflow(dataflow, models, _describe_cluster(config, models.values()), workload, backends=backends)
 

@@ -37,7 +37,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
-from hf_engine.models.attention import keep_cap
+from hf_engine.models.attention import is_capped, keep_cap
 from hf_engine.models.conversions import buffers_in_files, persistent_buffers, read_file_names
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
@@ -182,6 +182,7 @@ def read_shape(files: ModelDirectory, built: Any) -> ModelShape:
             shapes_in_files(in_files, shapes),
             embedding=embedding,
             head=head,
+            keeps_scores=is_capped(built) or built.config.get_text_config()._attn_implementation == "eager",
         )
 
 

@@ -350,7 +350,7 @@ def _kept_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, tok
     inputs = model.hidden_size / _shared_parts(layouts, workload)
     if workload.recompute == "full":
         return tokens * inputs * workload.element_bytes
-    if not workload.software.fused_attention:
+    if not workload.software.fuses_attention(model):
         return _layer_activation_bytes(model, layouts, workload, tokens)
     query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     products = query + 2 * key + 2 * model.hidden_size
@@ -365,7 +365,7 @@ def _shared_parts(layouts: Layouts, workload: WorkloadSpec) -> Sizes:
 
 def _score_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec, sequences: Sizes) -> Figures:
     """Probabilities and dropout that attention keeps where it is not fused (Korthikanti et al., 5 a s^2 b)."""
-    if workload.software.fused_attention:
+    if workload.software.fuses_attention(model):
         return 0.0
     scores = sequences * model.num_heads * workload.sequence_tokens**2 / layouts.tp_size
     return (workload.element_bytes + (workload.element_bytes + 1) * workload.software.dropout) * scores

@@ -100,7 +100,7 @@ def _core_s(model: ModelShape, gpu: GpuSpec, workload: WorkloadSpec, sequences: 
     length, heads = workload.sequence_tokens, model.num_heads / tp_size
     scores_s = matmul_s(gpu, workload.dtype, length, length, model.head_dim)
     core_s = 2 * sequences * heads * scores_s
-    if workload.software.fused_attention:
+    if workload.software.fuses_attention(model):
         return core_s / 2
     moved = _SCORE_PASSES * sequences * heads * length**2 * workload.element_bytes
     return core_s + moved / _attained_bandwidth(gpu)
@@ -160,7 +160,7 @@ def _stage_compute_s(
         if workload.recompute == "full":
             kernels_s += once.linear_s + once.core_s
         elif workload.recompute == "selective":
-            kernels_s += once.linear_s / 2 if workload.software.fused_attention else once.core_s
+            kernels_s += once.linear_s / 2 if workload.software.fuses_attention(model) else once.core_s
     launches_s = launches * gpu.efficiency.training_latency_s
     joined_s: Figures = np.cbrt(kernels_s**3 + launches_s**3)
     return model.num_layers / layouts.pp_size * joined_s

@@ -48,6 +48,8 @@ __all__ = ["TransformersBackend"]
 
 _ATTENTION = {DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer}
 _DEFAULT_CACHE_BYTES = 4 << 30
+_SCORE_BYTES = 12
+"""Of two tokens and a head, while a layer without a fused function computes attention: three float32 numbers."""
 
 
 class TransformersBackend:
@@ -276,11 +278,15 @@ class TransformersBackend:
         )
 
     def _turns(self, prompts: Ragged, sampling: SamplingParams) -> Iterator[torch.Tensor]:
-        """Rows that are decoded together: similar prompt lengths, keys and values within `cache_bytes`."""
+        """Rows that are decoded together: similar prompt lengths, keys and values within `cache_bytes`.
+
+        Where attention writes the scores of a prefill, one layer after the other, they count, too.
+        """
         order = prompts.lengths.argsort(stable=True, descending=True)
         start = 0
         while start < len(order):
-            tokens = int(prompts.lengths[order[start]]) + sampling.max_new_tokens
+            prompt = int(prompts.lengths[order[start]])
+            tokens = prompt + sampling.max_new_tokens
             row_bytes = tokens * sampling.n * _cache_bytes_per_token(self._model)
             if row_bytes > self._cache_bytes:
                 raise BackendError(
@@ -288,7 +294,7 @@ class TransformersBackend:
                     f"and values, above cache_bytes={self._cache_bytes}. Raise cache_bytes, or lower n or "
                     "max_new_tokens"
                 )
-            stop = start + self._cache_bytes // row_bytes
+            stop = start + max(1, self._cache_bytes // (row_bytes + prompt**2 * _score_bytes(self._model)))
             yield order[start:stop]
             start = stop
 
@@ -311,6 +317,14 @@ def _cache_bytes_per_token(model: Any) -> int:
     """Bytes of keys and values that one token adds over all layers, which differ in some families."""
     layers = model.config.get_text_config().per_layer_config
     return int(2 * model.dtype.itemsize * sum(map(_key_width, layers)))
+
+
+def _score_bytes(model: Any) -> int:
+    """Bytes of a layer's scores of two tokens, at their peak."""
+    settings = model.config.get_text_config()
+    if settings._attn_implementation != "eager":
+        return 0
+    return int(max(layer.num_attention_heads for layer in settings.per_layer_config) * _SCORE_BYTES)
 
 
 def _key_width(layer: Any) -> int:
