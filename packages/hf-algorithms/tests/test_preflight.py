@@ -34,6 +34,7 @@ from hf_protocols import (
     MachinePlan,
     MappingPlan,
     ModelPlan,
+    ModelShape,
     ParallelSpec,
     PlanError,
     PoolPlan,
@@ -445,6 +446,16 @@ def test_eager_attention_is_planned_as_slower(build: Callable[..., Config], tmp_
         _, plan = check_run(build(training={"attn_implementation": function}), tmp_path / function)
         seconds.append(plan.require_estimates().iteration_s)
     assert seconds[0] < seconds[1]
+
+
+def test_shapes_have_the_attention_that_is_configured(build: Callable[..., Config]) -> None:
+    """FlexAttention computes caps and sinks, too; plans and traces take these shapes."""
+    shape = dataclasses.replace(ModelShape.preset("llama-2-7b"), keeps_scores=True)
+    given = {"actor": shape, "critic": dataclasses.replace(shape, keeps_scores=False)}
+    keeping = {"auto": [True, False], "eager": [True, True], "sdpa": [False, False], "flex_attention": [False, False]}
+    for function, wanted in keeping.items():
+        found = placement.describe_attention(build(training={"attn_implementation": function}), given)
+        assert [found[role].keeps_scores for role in given] == wanted
 
 
 @pytest.fixture(scope="module")

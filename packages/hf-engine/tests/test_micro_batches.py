@@ -24,12 +24,13 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens, pai
     """One row alone may keep more scores than the budget has room for, and have more tokens than are enough."""
     prompts, responses = [p for p, _ in rows], [r for _, r in rows]
     batches = plan_micro_batches(prompts, responses, max_tokens, pair_memory=pair_memory, enough_tokens=enough)
-    bound = min(enough or max_tokens, max_tokens)
     assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
     for batch in batches:
         width = max(prompts[row] for row in batch) + max(responses[row] for row in batch)
         assert width <= max_tokens
-        assert len(batch) == 1 or len(batch) * (width + pair_memory * width**2) <= bound
+        if len(batch) > 1:
+            assert len(batch) * (width + pair_memory * width**2) <= max_tokens
+            assert len(batch) * width <= (enough or max_tokens)
 
 
 def test_similar_lengths_go_together():

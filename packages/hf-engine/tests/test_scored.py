@@ -27,6 +27,7 @@ from hf_engine.models.causal_lm import find_head_name, load_causal_lm, save_caus
 from hf_engine.models.classifier import load_classifier
 from hf_engine.testing import write_tiny_family
 from hf_engine.training.fsdp._model import load_with_head
+from hf_engine.training.fsdp._scored import ScoredBatch
 from hf_protocols import BackendError, ModelError, ParallelSpec, Topology
 
 VOCAB_SIZE = 32
@@ -135,16 +136,29 @@ def test_scores_equal_transformers(ranks2, tmp_path, name):
             torch.testing.assert_close(found, wanted[first:last] if both else wanted[first:last, 0])
 
 
-@pytest.mark.parametrize("both", [True, False])
-def test_rows_that_end_with_every_token_are_scored(ranks1, tmp_path, both):
-    """No token of the vocabulary is left to pad with, where the model has no token for it."""
-    name = "gpt2 without a pad token"
-    directory = write_classifier(name, tmp_path / "model")
-    pairs = [(p, [*c, row % VOCAB_SIZE], [*r, (row + 7) % VOCAB_SIZE]) for row, (p, c, r) in enumerate(draw_pairs(80))]
+def end_with_every_token(num_rows):
+    pairs = enumerate(draw_pairs(num_rows))
+    return [(p, [*c, row % VOCAB_SIZE], [*r, (row + 16) % VOCAB_SIZE]) for row, (p, c, r) in pairs]
+
+
+def test_rows_that_end_with_every_token_are_scored(ranks1, tmp_path):
+    """No token of the vocabulary would be left to pad with, where the model has no token for it."""
+    directory, pairs = write_classifier("gpt2 without a pad token", tmp_path / "model"), end_with_every_token(80)
     reference = AutoModelForSequenceClassification.from_pretrained(directory, attn_implementation="eager").eval()
-    wanted = score_alone(reference, pairs)
-    ((_, _, found),) = ranks1.run(score, directory, pairs, both, replace(CONFIG, micro_batch_tokens=4096))
-    torch.testing.assert_close(found, wanted if both else wanted[:, 0])
+    wanted = score_alone(reference, pairs)[:, 0]
+    ((_, _, found),) = ranks1.run(score, directory, pairs, False, replace(CONFIG, micro_batch_tokens=4096))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_token_is_left_that_ends_no_sequence(both):
+    batch = ScoredBatch(batch_of(end_with_every_token(80), both=both), VOCAB_SIZE)
+    found = batch.micro_batches(1 << 20)
+    assert sorted(torch.cat([each.rows for each in found]).tolist()) == list(range(80))
+    assert len(found) == (6 if both else 3)
+    for each in found:
+        last = each.attention_mask.sum(1) - 1
+        assert len(set(each.input_ids[torch.arange(len(last)), last].tolist())) < VOCAB_SIZE
 
 
 def test_scores_of_a_critic_are_its_last_values(ranks2, tmp_path):

@@ -277,15 +277,22 @@ def test_packs_hold_every_row_once_within_the_budget(groups, max_tokens, work, m
 
 @given(rows, st.integers(42, 200), st.integers(1, 250), st.floats(0, 0.2))
 def test_fewer_tokens_that_are_enough_cut_no_pack(groups, max_tokens, enough, memory):
-    """Prompts are shared as without the lower bound, which only says how many packed rows a micro-batch has."""
+    """Prompts are shared as without that bound. It is one on the tokens of two packed rows or more, without masks."""
     sharing = PromptSharing(pair_work=1e-3, pair_memory=memory)
     plan = Plan.of(groups, max_tokens, sharing, enough)
     assert plan.packs == Plan.of(groups, max_tokens, sharing).packs
-    bound = min(enough, max_tokens)
     for batch in plan.tokens():
-        most = max(map(sharing.memory, batch))
-        assert most <= max_tokens
-        assert len(batch) == 1 or len(batch) * most <= bound
+        assert len(batch) * max(map(sharing.memory, batch)) <= max_tokens
+        assert len(batch) == 1 or len(batch) * max(batch) <= enough
+
+
+def test_masks_do_not_count_where_tokens_are_enough():
+    """Masks of 30 tokens have the memory of 45; two rows of 30 are 60 tokens, and 150 in the budget."""
+    sharing = PromptSharing(pair_work=1e-3, pair_memory=0.05)
+    plan = Plan.of([(10, [10, 10])] * 4, 1000, sharing, 60)
+    assert plan.tokens() == [[30, 30], [30, 30]]
+    assert Plan.of([(10, [10, 10])] * 4, 150, sharing, 100).tokens() == [[30, 30], [30, 30]]
+    assert Plan.of([(10, [10, 10])] * 4, 149, sharing, 100).tokens() == [[30]] * 4
 
 
 @given(rows, st.integers(42, 200), st.floats(1e-5, 0.2), st.floats(0, 0.2), st.booleans())

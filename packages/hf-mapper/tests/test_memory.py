@@ -59,7 +59,7 @@ def test_states_take_18_bytes_trained_and_2_otherwise(parallel: str) -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_model_that_keeps_scores_is_planned_as_unfused(recompute: str) -> None:
-    """Only training differs: engines generate with kernels of their own."""
+    """Passes of training and of scoring differ; engines generate with kernels of their own."""
     unfused = dataclasses.replace(WORKLOAD, recompute=recompute, software=SoftwareSpec(fused_attention=False))
     fused = dataclasses.replace(unfused, software=SoftwareSpec())
     spec, cluster = ParallelSpec.parse("1-2-4"), ClusterSpec.host(8, 2**40)
@@ -76,6 +76,18 @@ def test_a_model_that_keeps_scores_is_planned_as_unfused(recompute: str) -> None
         for model, workload in ((keeping, fused), (LLAMA, unfused), (LLAMA, fused))
     )
     assert found == wanted != less
+
+
+@pytest.mark.parametrize(("dtype", "pair_bytes"), [("bfloat16", 2 + 2 + 4), ("float32", 4 + 4 + 4)])
+def test_scoring_has_the_scores_of_one_layer(dtype: str, pair_bytes: int) -> None:
+    """Two copies in the model's dtype, and one in float32 for the softmax; cut by tensor parallelism."""
+    workload = dataclasses.replace(WORKLOAD, dtype=dtype, micro_batch_tokens=3 * 2048)
+    cluster = ClusterSpec.host(8, 2**40)
+    fused, keeping = (
+        estimate_memory(model, cluster, ParallelSpec.parse("1-2-4"), workload, calls=["inference"]).memory_bytes
+        for model in (LLAMA, dataclasses.replace(LLAMA, keeps_scores=True))
+    )
+    assert keeping - fused == pytest.approx(3 * 2048**2 * LLAMA.num_heads / 2 * pair_bytes)
 
 
 def test_weights_that_are_cast_have_no_copy() -> None:

@@ -46,7 +46,7 @@ class SoftwareSpec:
             raise unknown_name("software: gathers", str(self.gathers), _GATHERED)
 
     def fuses_attention(self, model: ModelShape) -> bool:
-        """True if training keeps the scores of this model's attention on chip."""
+        """True if passes of training and of scoring keep the scores of this model's attention on chip."""
         return self.fused_attention and not model.keeps_scores
 
 

@@ -58,7 +58,7 @@ class ModelShape:
 
     `num_experts` is 0 for a dense model; `intermediate_size` is one expert's width where there are experts.
     `max_positions` includes stretched rotary embeddings: see `hf_protocols.positions`.
-    `keeps_scores`: training computes attention without a fused kernel, as for a cap on its logits or for sinks.
+    `keeps_scores`: transformers has no fused kernel for the model's attention, as for a cap on its logits or for sinks.
     `listed_parameters` is empty where names and shapes follow from the sizes; see `from_parameters`.
 
     Raises:
@@ -210,7 +210,7 @@ class ModelShape:
             parameters: shape of every parameter by name; a tied embedding once.
             embedding: name of the token embedding among them.
             head: name of the output layer, which is absent from `parameters` where it is the embedding.
-            keeps_scores: of the shape.
+            keeps_scores: whether transformers computes its attention without a fused kernel.
 
         Raises:
             ConfigError: for a configuration without a number of layers, or sizes that are not plausible.

@@ -268,7 +268,11 @@ class TrainingConfig(Section):
     backend: str = "fsdp"
     """Name of a `hf_engine.train_backends` entry point."""
     micro_batch_tokens: Tokens = 8192
-    """Tokens at most, padding included, of one forward pass; on a CPU 1,024 per thread are enough."""
+    """Most tokens of one forward pass, padding included.
+
+    On a CPU `fsdp` ends a pass of several rows at 1,024 tokens for each thread, because larger ones are not faster. It
+    does not with `shard = "layer"` on several ranks.
+    """
     shard: Literal["root", "layer"] = "layer"
     """FSDP units: the whole model (small models), or each decoder layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"

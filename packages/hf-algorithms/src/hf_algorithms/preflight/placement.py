@@ -39,6 +39,7 @@ __all__ = [
     "check_rollout_options",
     "check_train_backends",
     "compute_workload",
+    "describe_attention",
     "plan_dataflow",
     "plan_placement",
     "require_mapper",
@@ -237,18 +238,21 @@ def plan_placement(
     dataflow = plan_dataflow(config)
     workload = WorkloadSpec(
         **compute_workload(config, prompt_tokens=prompt_tokens, response_tokens=response_tokens),
-        software=SoftwareSpec(
-            gathers="model" if config.training.shard == "root" else "layer",
-            fused_attention=config.training.attn_implementation != "eager",
-        ),
+        software=SoftwareSpec(gathers="model" if config.training.shard == "root" else "layer"),
         largest_generation=load_rollout_backend(config.rollout.backend).largest_generation,
         adapters=None if lora is None else AdapterSpec(rank=lora.rank, targets=lora.targets or (), sends=sends),
     )
-    models = {role: shapes[role] for role in dataflow.roles if role in shapes}
-    if config.training.attn_implementation == "flex_attention":  # a fused kernel with caps and sinks
-        models = {role: replace(shape, keeps_scores=False) for role, shape in models.items()}
+    models = describe_attention(config, {role: shapes[role] for role in dataflow.roles if role in shapes})
     backends = {role: (config.train_backend(role)[1],) for role in models}
     return map_dataflow(dataflow, models, _describe_cluster(config, models.values()), workload, backends=backends)
+
+
+def describe_attention(config: Config, shapes: Mapping[str, ModelShape]) -> dict[str, ModelShape]:
+    """The shapes of models, by role, whose attention is computed by `training.attn_implementation`."""
+    function = config.training.attn_implementation
+    if function == "auto":
+        return dict(shapes)
+    return {role: replace(shape, keeps_scores=function == "eager") for role, shape in shapes.items()}
 
 
 def compute_workload(config: Config, *, prompt_tokens: int, response_tokens: int | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from hf_algorithms.models.sampler_adapters import describe_merging
 from hf_algorithms.preflight.checks import check_run
 from hf_algorithms.preflight.inputs import RunInputs
 from hf_algorithms.preflight.machine import check_machine
-from hf_algorithms.preflight.placement import compute_workload
+from hf_algorithms.preflight.placement import compute_workload, describe_attention
 from hf_algorithms.preflight.reward_functions import describe_logs
 from hf_algorithms.preflight.store_room import describe_store
 from hf_algorithms.report import write_report
@@ -125,7 +125,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
                 command="train",
                 facts=facts,
                 plan=plan,
-                models=inputs.models,
+                shapes=describe_attention(config, {role: each.shape for role, each in inputs.models.items()}),
                 note=display.note,
             )
             stack.enter_context(summary)

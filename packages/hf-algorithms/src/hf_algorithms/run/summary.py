@@ -16,11 +16,10 @@ from hf_algorithms.run.directory import RunDirectoryError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.program import Program
-    from hf_algorithms.models.initial_model import InitialModel
     from hf_algorithms.run.process_tree import MemoryMeter
     from hf_algorithms.run.restarts import Attempt
     from hf_controller import Executor
-    from hf_protocols import MappingPlan
+    from hf_protocols import MappingPlan, ModelShape
 
 __all__ = ["RunSummary"]
 
@@ -47,7 +46,7 @@ class RunSummary:
         memory: measures the peak.
         facts: what is known at the beginning.
         plan: that is followed, for the trace.
-        models: by role, likewise.
+        shapes: of models, by role, likewise.
         note: shows the user a line.
     """
 
@@ -60,7 +59,7 @@ class RunSummary:
         command: str,
         facts: Mapping[str, Any],
         plan: MappingPlan,
-        models: Mapping[str, InitialModel],
+        shapes: Mapping[str, ModelShape],
         note: Callable[[str], None],
     ) -> None:
         self._directory = attempt.directory
@@ -70,7 +69,7 @@ class RunSummary:
         self._memory = memory
         self._started_s = attempt.started_s
         self._note = note
-        self._traced = _describe_for_planners(facts["workload"], plan, models)
+        self._traced = _describe_for_planners(facts["workload"], plan, shapes)
         self._is_interrupted = False
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
         versions = {name: version(name) for name in _PACKAGES}
@@ -175,11 +174,11 @@ class RunSummary:
 
 
 def _describe_for_planners(
-    workload: Mapping[str, Any], plan: MappingPlan, models: Mapping[str, InitialModel]
+    workload: Mapping[str, Any], plan: MappingPlan, shapes: Mapping[str, ModelShape]
 ) -> dict[str, Any]:
     """The facts with which `hf-mapper validate --trace` compares the times of a trace."""
-    shapes = {role: asdict(model.shape) for role, model in models.items()}
-    return {"workload": dict(workload), "plan": json.loads(plan.to_json()), "models": shapes}
+    models = {role: asdict(shape) for role, shape in shapes.items()}
+    return {"workload": dict(workload), "plan": json.loads(plan.to_json()), "models": models}
 
 
 def _describe(error: BaseException) -> dict[str, Any]:

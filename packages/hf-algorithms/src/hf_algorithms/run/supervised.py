@@ -19,7 +19,13 @@ from hf_algorithms.models.initial_model import build_initial_model
 from hf_algorithms.models.role_models import find_role_models, list_main_backends
 from hf_algorithms.preflight.inputs import DATA_SETS, ModelInputs, build_turn_format
 from hf_algorithms.preflight.machine import check_machine
-from hf_algorithms.preflight.placement import check_plan, check_train_backends, compute_workload, plan_placement
+from hf_algorithms.preflight.placement import (
+    check_plan,
+    check_train_backends,
+    compute_workload,
+    describe_attention,
+    plan_placement,
+)
 from hf_algorithms.preflight.store_room import describe_supervised_store
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
 from hf_algorithms.report import write_report
@@ -149,7 +155,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
                 command=command,
                 facts=facts,
                 plan=plan,
-                models=inputs.models,
+                shapes=describe_attention(config, {role: each.shape for role, each in inputs.models.items()}),
                 note=display.note,
             )
             stack.enter_context(summary)

@@ -46,8 +46,9 @@ class TrainConfig:
     micro_batch_tokens: int = 8192
     """Bound on rows x padded (prompt + response) length of one forward pass.
 
-    On a CPU, passes of two rows or more have at most 1,024 tokens for each of torch's threads, because larger ones are
-    not faster. With `shard="layer"` on several ranks they have as many as fit: each one gathers every layer."""
+    On a CPU `fsdp` puts several rows or packs in one pass up to 1,024 tokens for each of torch's threads: larger passes
+    are not faster. With `shard="layer"` on several ranks only this bound holds, because each pass gathers every layer.
+    """
     dtype: str = "float32"
     """dtype of the computation; masters and optimizer state of a trained model are float32."""
     activation_checkpointing: bool = False

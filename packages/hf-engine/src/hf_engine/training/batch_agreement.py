@@ -38,7 +38,7 @@ def agree_on_micro_batches(
         group: the ranks that act together: the data-parallel ones, or more.
         device: where the group communicates.
         needs_rows: refuses a batch of which no rank has a row.
-        enough_tokens: of a micro-batch that gets no further row; see `SequenceBatch.micro_batches`.
+        enough_tokens: see `SequenceBatch.micro_batches`. Ranks may differ in it where each has rows of its own.
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
         arguments: by name, what else all ranks are given alike; of a function its name counts.

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _TOKENS_A_THREAD = 1024
-"""Of a micro-batch on a CPU, above which its pass gets no faster: measured with models of 0.1 to 11 million weights."""
+"""Measured with models of 0.1 to 11 million weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +157,7 @@ class SequenceBatch:
 
         Args:
             max_tokens: bound on a micro-batch.
-            enough_tokens: of a micro-batch that gets no further row; see `plan_micro_batches`.
+            enough_tokens: bound on a micro-batch with two rows or more; see `find_enough_tokens`.
 
         Raises:
             BatchError: for an empty prompt, or a row above the token budget.
@@ -353,9 +353,10 @@ def measure_work(micro_batches: Sequence[MicroBatch]) -> dict[str, tuple[float, 
 
 
 def find_enough_tokens(device: torch.device) -> int | None:
-    """Tokens of a micro-batch above which a pass only needs more memory, because every thread of a CPU has enough.
+    """Tokens of a micro-batch above which a pass gets no faster and needs more memory: 1,024 for each thread of a CPU.
 
-    None for other devices, where `micro_batch_tokens` decides.
+    A row, or a pack of responses to one prompt, may have more by itself. None for other devices, where
+    `micro_batch_tokens` decides alone.
     """
     return _TOKENS_A_THREAD * torch.get_num_threads() if device.type == "cpu" else None
 
@@ -382,8 +383,7 @@ def plan_micro_batches(
         response_lengths: of every row.
         max_tokens: of a micro-batch.
         rows: which to cut; None: all.
-        enough_tokens: a bound of micro-batches with two rows or more, where it is below `max_tokens`; see
-            `find_enough_tokens`.
+        enough_tokens: bound on the tokens of a micro-batch with two rows or more, without scores; None: none.
         pair_memory: of attention's scores of two tokens, as a share of a token's.
 
     Raises:
@@ -393,7 +393,7 @@ def plan_micro_batches(
     order = sorted(
         range(len(lengths)) if rows is None else rows, key=lambda row: (-sum(lengths[row]), -lengths[row][0], row)
     )
-    bound = max_tokens if enough_tokens is None else min(enough_tokens, max_tokens)
+    enough = max_tokens if enough_tokens is None else enough_tokens
     batches: list[list[int]] = []
     longest_prompt = longest_response = 0
     for row in order:
@@ -404,7 +404,8 @@ def plan_micro_batches(
                 f"micro_batch_tokens={max_tokens}. Raise micro_batch_tokens or shorten the row"
             )
         wider = max(longest_prompt, prompt) + max(longest_response, response)
-        if batches and (len(batches[-1]) + 1) * (wider + pair_memory * wider**2) <= bound:
+        count = 1 + len(batches[-1]) if batches else 0
+        if count and count * wider <= enough and count * (wider + pair_memory * wider**2) <= max_tokens:
             batches[-1].append(row)
             longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
         else:

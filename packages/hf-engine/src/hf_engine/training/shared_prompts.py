@@ -53,7 +53,7 @@ class PackedRowPlanner:
         response_lengths: tokens of every row's response that are computed.
         max_tokens: bound on the memory of a micro-batch, in tokens; see `PromptSharing.memory`.
         sharing: costs.
-        enough_tokens: a lower bound, of micro-batches with two packed rows or more; None: `max_tokens`.
+        enough_tokens: bound on the tokens of a micro-batch with two packed rows or more, without masks; None: none.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PackedRowPlanner:
         self._prompts = prompt_lengths
         self._responses = response_lengths
         self._max_tokens = max_tokens
-        self._enough_tokens = max_tokens if enough_tokens is None else min(enough_tokens, max_tokens)
+        self._enough_tokens = enough_tokens
         self._sharing = sharing
 
     def split(self, groups: Sequence[Sequence[int]]) -> tuple[list[Pack], list[int]]:
@@ -95,7 +95,10 @@ class PackedRowPlanner:
             num_responses, longest = num_responses + len(responses), max(longest, *responses)
             if not room or num_responses * longest > _MOST_CELLS * self._max_tokens:
                 batches.append([])
-                room = max(1, self._enough_tokens // self._sharing.memory(-length))
+                room = self._max_tokens // self._sharing.memory(-length)
+                if self._enough_tokens is not None:
+                    room = min(room, self._enough_tokens // -length)
+                room = max(1, room)
                 num_responses, longest = len(responses), max(responses)
             batches[-1].append(row)
             room -= 1

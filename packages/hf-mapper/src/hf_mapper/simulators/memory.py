@@ -50,6 +50,8 @@ __all__ = [
 _ALL_CALLS: Sequence[CallKind] = ("generation", "inference", "training")
 _ADAM_BYTES = 8
 _MASTER_BYTES = 4
+_SOFTMAX_BYTES = 4
+"""Of a score that attention has in float32 for its softmax, next to two copies in the model's dtype."""
 _LOGIT_BYTES = 4
 _LOSS_BYTES = 12
 """Bytes per logit at the peak of PyTorch's cross entropy: log-softmax, its gradient and the logit's, all in fp32."""
@@ -183,12 +185,16 @@ def _update_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -
 
 
 def inference_work_bytes(model: ModelShape, layouts: Layouts, workload: WorkloadSpec) -> Figures:
-    """Bytes per rank that one forward pass holds: one layer's activations, the logits, FSDP's layers."""
+    """Bytes per rank that one forward pass holds: one layer's activations and scores, the logits, FSDP's layers."""
     local = workload.num_sequences // layouts.dp_size
-    longest, typical = (micro_batch_sequences(one, local) * one.sequence_tokens for one in (workload, workload.typical))
-    tokens = np.maximum(longest, typical)
+    longest, typical = workload.sequence_tokens, workload.typical.sequence_tokens
+    few, many = (micro_batch_sequences(one, local) for one in (workload, workload.typical))
+    tokens = np.maximum(few * longest, many * typical)
     logits = tokens * model.vocab_size * _LOGIT_BYTES / layouts.tp_size
     layer = _layer_activation_bytes(model, layouts, workload, tokens)
+    if not workload.software.fuses_attention(model):
+        pairs = np.maximum(few * longest**2, many * typical**2)
+        layer = layer + (2 * workload.element_bytes + _SOFTMAX_BYTES) * pairs * model.num_heads / layouts.tp_size
     return layer + logits + _prefetch_bytes(model, layouts, workload)
 
 

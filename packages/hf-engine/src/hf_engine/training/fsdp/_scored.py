@@ -38,7 +38,7 @@ class ScoredBatch(SequenceBatch):
         require_columns(batch, ("prompt_ids", "response_ids"))
         self._batch = batch
         self._prompts = read_ids(batch, "prompt_ids", vocab_size)
-        # A sequence may be padded with a token that ends none; see `_classify`.
+        # Whether or not the model has a token for padding, one is left that ends no sequence; see `_classify`.
         self._most_sequences = len(self._prompts.lengths) * 2 if vocab_size is None else vocab_size - 1
         names = ("response_ids", *(("rejected_ids",) if "rejected_ids" in batch else ()))
         self._sides = [_join(self._prompts, read_ids(batch, name, vocab_size)) for name in names]
@@ -48,7 +48,7 @@ class ScoredBatch(SequenceBatch):
 
         Args:
             max_tokens: bound on a micro-batch.
-            enough_tokens: of a micro-batch that gets no further row; see `plan_micro_batches`.
+            enough_tokens: bound on a micro-batch with two rows or more; see `find_enough_tokens`.
 
         Raises:
             BatchError: for a row without tokens, or above the token budget.

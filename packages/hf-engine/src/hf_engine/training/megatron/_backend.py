@@ -36,7 +36,7 @@ from hf_engine.training.megatron._parallel import ParallelGroups, check_sizes
 from hf_engine.training.megatron._schedule import run_backward, run_forward
 from hf_engine.training.megatron._stage import PipelineStage
 from hf_engine.training.megatron._state import MegatronState
-from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, find_enough_tokens
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_engine.training.outputs import OutputRequest, TokenColumn
 from hf_engine.training.steps import TrainSteps, require_trainable
 from hf_protocols.errors import BackendError
@@ -261,7 +261,6 @@ class MegatronBackend(TrainSteps):
             self._world,
             self._device,
             needs_rows=needs_rows,
-            enough_tokens=find_enough_tokens(self._device),
             replicas=self._groups.replicas,
             arguments={
                 "temperature": request.temperature,
