@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from end_to_end_workloads import GOAL, WORKLOADS
 from measurement import RESULTS, write_table
@@ -59,17 +60,34 @@ def write_page() -> None:
         cells = [_phase(found[name], system, phase) for name, system, _ in columns]
         phases.append(f"| {phase} | {' | '.join(cells)} |")
     _write_race()
-    write_table(_PAGE, "memory of bench_end_to_end", "\n".join(memory))
-    write_table(_PAGE, "rates of bench_end_to_end", "\n".join(rates))
-    write_table(_PAGE, "phases of bench_end_to_end", "\n".join(phases))
+    hardware = _name_hardware({name: f"`{name}`" for name in found})
+    engines = {f"{name}_{each}": f"`{name}` with {words}" for name in found for each, words in _BACKENDS.items()}
+    all_hardware = _name_hardware({**{name: f"`{name}`" for name in found}, **engines})
+    write_table(_PAGE, "memory of bench_end_to_end", "\n".join(memory), hardware=hardware)
+    write_table(_PAGE, "rates of bench_end_to_end", "\n".join(rates), hardware=all_hardware)
+    write_table(_PAGE, "phases of bench_end_to_end", "\n".join(phases), hardware=hardware)
 
 
 def _read(name: str) -> dict[str, float]:
     """The metrics of a result; none without it."""
+    return {metric: each["value"] for metric, each in _load(name).get("metrics", {}).items()}
+
+
+def _load(name: str) -> dict[str, Any]:
     path = RESULTS / f"end_to_end_{name}.json"
-    if not path.exists():
-        return {}
-    return {metric: each["value"] for metric, each in json.loads(path.read_text())["metrics"].items()}
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _name_hardware(results: Mapping[str, str]) -> str:
+    """Names where results were measured, which are given with their words; these follow where machines differ."""
+    of: dict[str, list[str]] = {}
+    for name, words in results.items():
+        if hardware := _load(name).get("hardware"):
+            of.setdefault(f"{hardware['num_cores']} cores of: {hardware['cpu']}", []).append(words)
+    if len(of) == 1:
+        return next(iter(of))
+    return ", and on ".join(f"{machine} ({', '.join(words)})" for machine, words in of.items())
 
 
 def _write_race() -> None:
@@ -85,7 +103,7 @@ def _write_race() -> None:
             for seed in seeds
         ]
         rows.append(f"| {words} | {' | '.join(cells)} |")
-    write_table(_PAGE, "race of bench_end_to_end", "\n".join(rows))
+    write_table(_PAGE, "race of bench_end_to_end", "\n".join(rows), hardware=_name_hardware({"race": "the race"}))
 
 
 def _find_fastest(metrics: Mapping[str, float]) -> dict[str, str]:

@@ -44,13 +44,16 @@ def _is_installed(name: str) -> bool:
     return any(metadata.distributions(name=name))
 
 
-def write_table(page: Path, name: str, table: str) -> None:
-    """Replace what stands between the page's comments `<name>` and `end of <name>`, with the hardware below it."""
+def write_table(page: Path, name: str, table: str, *, hardware: str | None = None) -> None:
+    """Replace what stands between the page's comments `<name>` and `end of <name>`, with the hardware below it.
+
+    `hardware` names where the figures were measured; None: on this machine, now.
+    """
     start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, found_start, rest = page.read_text().partition(start)
     _, found_end, after = rest.partition(end)
     assert found_start and found_end, f"{page} has lost its comments"
-    where = f"On {os.cpu_count()} cores of: {describe_processor()}; no GPU is used."
+    where = f"On {hardware or f'{os.cpu_count()} cores of: {describe_processor()}'}; no GPU is used."
     page.write_text(f"{before}{start}\n{table}\n\n{where}\n\n{end}{after}")
 
 
