@@ -60,11 +60,11 @@ def write_page() -> None:
         cells = [_phase(found[name], system, phase) for name, system, _ in columns]
         phases.append(f"| {phase} | {' | '.join(cells)} |")
     _write_race()
-    hardware = _name_hardware({name: f"`{name}`" for name in found})
+    workloads = {name: f"`{name}`" for name in found}
     engines = {f"{name}_{each}": f"`{name}` with {words}" for name in found for each, words in _BACKENDS.items()}
-    all_hardware = _name_hardware({**{name: f"`{name}`" for name in found}, **engines})
+    hardware = _name_hardware(workloads)
     write_table(_PAGE, "memory of bench_end_to_end", "\n".join(memory), hardware=hardware)
-    write_table(_PAGE, "rates of bench_end_to_end", "\n".join(rates), hardware=all_hardware)
+    write_table(_PAGE, "rates of bench_end_to_end", "\n".join(rates), hardware=_name_hardware(workloads | engines))
     write_table(_PAGE, "phases of bench_end_to_end", "\n".join(phases), hardware=hardware)
 
 

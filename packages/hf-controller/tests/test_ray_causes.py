@@ -59,12 +59,12 @@ def say(line):
     with Path(sys.argv[2]).with_name("said").open("a") as file:  # Ray's threads write to the standard output, too
         file.write(line + "\\n")
 
-def told(call):
+def report(call):
     try:
         call.wait()
-        say("told nothing")
+        say("returned")
     except WorkerError as error:
-        say(f"told: {error}")
+        say(f"raised: {error}")
 
 batch = TensorDict({"x": torch.arange(4)}, batch_size=[4])
 deadlines = {"stall": Deadline(8.0, "call_timeout_s")}  # any other call may take long on a machine that is busy
@@ -98,20 +98,20 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, deadlines=deadlines
             time.sleep(6)
     elif sys.argv[1] == "a reader of a survivor's copy":
         copy = pair.lose_copy(batch)  # of which rank 0 gives the rows, and rank 1 none
-        told(single.echo(copy))
-        told(copy)
+        report(single.echo(copy))
+        report(copy)
     else:
         lost = single.echo(batch)
         lost.wait()
-        told(single.die(0))
-        told(pair.fail())  # its own exception, even if others died elsewhere
-        told(pair.echo(lost))
+        report(single.die(0))
+        report(pair.fail())  # its own exception, even if others died elsewhere
+        report(pair.echo(lost))
         pair.echo(lost)  # the program knows why
         early = pair.fail()
         pair.rest().wait()  # calls run in their order
         dying = pair.die(1)
-        told(dying)
-        told(early)  # answered before the process died
+        report(dying)
+        report(early)  # answered before the process died
 say("closed")
 """
 
@@ -141,14 +141,14 @@ def test_a_block_and_its_calls_say_the_cause_of_a_failure(argument, tmp_path):
     said = (tmp_path / "said").read_text().splitlines()
     if argument == "a reader of a survivor's copy":
         read, copied, _ = said
-        assert read.startswith("told: pair.lose_copy on rank 1 failed: ") and "process pair/1 is gone" in read
+        assert read.startswith("raised: pair.lose_copy on rank 1 failed: ") and "process pair/1 is gone" in read
         assert copied == read
         return
     assert len(said) == 6, said
     death, own, loss, last_death, early, closed = said
-    assert death.startswith("told: single.die on rank 0 failed: ") and "process single/0 is gone" in death
-    assert own.startswith("told: pair.fail on rank 0 failed: KeyError: 'own'")
+    assert death.startswith("raised: single.die on rank 0 failed: ") and "process single/0 is gone" in death
+    assert own.startswith("raised: pair.fail on rank 0 failed: KeyError: 'own'")
     assert loss == death
-    assert last_death.startswith("told: pair.die on rank 1 failed: ") and "process pair/1 is gone" in last_death
+    assert last_death.startswith("raised: pair.die on rank 1 failed: ") and "process pair/1 is gone" in last_death
     assert early == own
     assert closed == "closed"

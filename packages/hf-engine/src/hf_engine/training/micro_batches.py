@@ -165,8 +165,14 @@ class SequenceBatch:
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
         prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
-        plan = partial(plan_micro_batches, prompts, responses, max_tokens, pair_memory=self.pair_memory)
-        plan = partial(plan, enough_tokens=enough_tokens)
+        plan = partial(
+            plan_micro_batches,
+            prompts,
+            responses,
+            max_tokens,
+            enough_tokens=enough_tokens,
+            pair_memory=self.pair_memory,
+        )
         if self.sharing is None:
             return [self._pad(torch.tensor(rows)) for rows in plan()]
         planner = PackedRowPlanner(prompts, self._num_read, max_tokens, self.sharing, enough_tokens)

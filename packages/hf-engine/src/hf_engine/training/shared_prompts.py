@@ -67,7 +67,7 @@ class PackedRowPlanner:
         self._prompts = prompt_lengths
         self._responses = response_lengths
         self._max_tokens = max_tokens
-        self._enough_tokens = enough_tokens
+        self._enough_tokens = max_tokens if enough_tokens is None else enough_tokens
         self._sharing = sharing
 
     def split(self, groups: Sequence[Sequence[int]]) -> tuple[list[Pack], list[int]]:
@@ -95,10 +95,7 @@ class PackedRowPlanner:
             num_responses, longest = num_responses + len(responses), max(longest, *responses)
             if not room or num_responses * longest > _MOST_CELLS * self._max_tokens:
                 batches.append([])
-                room = self._max_tokens // self._sharing.memory(-length)
-                if self._enough_tokens is not None:
-                    room = min(room, self._enough_tokens // -length)
-                room = max(1, room)
+                room = max(1, min(self._max_tokens // self._sharing.memory(-length), self._enough_tokens // -length))
                 num_responses, longest = len(responses), max(responses)
             batches[-1].append(row)
             room -= 1
