@@ -154,7 +154,7 @@ class Ledger:
     def _read_trained(self, planned: set[SampleId]) -> set[SampleId]:
         found: set[SampleId] = set()
         for batch in self._batches:
-            columns = batch.select(["response_mask", "sample_id?"]).result()
+            columns = batch.select(["sample_id?"]).result()
             if "sample_id" not in columns:
                 return planned
             found.update((epoch, row, number, attempt) for epoch, row, number, attempt in columns["sample_id"].tolist())

@@ -324,7 +324,7 @@ class ShardTable:
                 )
         for name in names:
             columns = [(shard.columns[name], shard.num_rows) for shard in self.shards]
-            check_alike(name, columns, f"the results of the ranks of {maker}")
+            check_alike(name, columns, lambda: f"the results of the ranks of {maker}")
         self.extent = Extent(sum(shard.num_rows for shard in self.shards), names)
         self.held = _compute_held(self.shards, maker)
 
@@ -359,12 +359,20 @@ def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection
     return held
 
 
-def check_alike(name: str, parts: Iterable[tuple[Column, int]], what: str) -> None:
-    """Refuses to join columns of different kinds, although torch would join some of them with the type of the first."""
+def check_alike(name: str, parts: Sequence[tuple[Column, int]], describe: Callable[[], str]) -> None:
+    """Refuses to join columns of different kinds, although torch would join some of them with the type of the first.
+
+    Args:
+        name: of the column.
+        parts: each one's description, and its rows.
+        describe: says what the parts are, in a message.
+    """
+    if len(parts) == 1:
+        return
     kinds = list(dict.fromkeys(_describe_kind(column) for column, num_rows in parts if num_rows))
     if len(kinds) > 1:
         raise BatchError(
-            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {what}. Make them alike, with .to(dtype) or a "
+            f"column {show(name)} is {kinds[0]} and {kinds[1]} in {describe()}. Make them alike, with .to(dtype) or a "
             "reshape in the method that returns it"
         )
 

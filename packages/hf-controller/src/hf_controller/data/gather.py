@@ -152,7 +152,7 @@ class BatchReader:
                     routes[key] = self._tables[segment.source].find(segment.rows)
                 taken[name] += [ColumnRead(shard, segment.column, local) for shard, local in routes[key]]
             parts = [(each.column, len(each.rows)) for each in taken[name]]
-            check_alike(name, parts, f"the parts that concat joins, from {expression.describe_makers()}")
+            check_alike(name, parts, lambda: f"the parts that concat joins, from {expression.describe_makers()}")
         return taken
 
     def _build(self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]]) -> torch.Tensor:

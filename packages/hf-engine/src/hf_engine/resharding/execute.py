@@ -205,6 +205,7 @@ class ReshardExecutor:
             for destination, origin in self._kept:
                 destination.of(wanted).copy_(origin.of(held))
         else:
+            mover.lend(self._first[-1])  # all at once: a call for each takes time
             # These come first, while the generation shard is incomplete and there is room for a parameter twice.
             for name in self._first[-1]:
                 mover.prepare([name])

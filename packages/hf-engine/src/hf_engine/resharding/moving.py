@@ -145,17 +145,27 @@ class ShardMover:
             live -= self._bytes_of_homes(freed)
         return peak
 
-    def prepare(self, names: Iterable[str]) -> None:
+    def lend(self, names: Iterable[str]) -> None:
+        """Lends those of these parameters that an engine can compute with as they are."""
+        loans = {
+            lent: tensor
+            for name in names
+            if name in self._loans and name not in self._lent
+            for lent, tensor in self._loans[name].items()
+        }
+        if self._adopt is not None and loans:
+            self._lent.update(loans)
+            self._adopt(loans)
+
+    def prepare(self, names: Sequence[str]) -> None:
         """Allocates the generation tensors of these parameters and copies what the rank holds already, or lends it."""
         if not self._lacks_padding:
             self._lacks_padding = True
             for storage, _ in self._padding:
                 storage.resize_(0)
+        self.lend(names)
         for name in names:
-            if self._adopt is not None and name in self._loans:
-                if name not in self._lent:
-                    self._lent.update(self._loans[name])
-                    self._adopt(self._loans[name])
+            if name in self._loans:
                 continue
             for home in self._homes_of[name]:
                 if not self._home_storages[home].nbytes():
