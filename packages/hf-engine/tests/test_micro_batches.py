@@ -188,6 +188,25 @@ def test_a_row_too_long_for_a_mask_is_padded():
     assert alone.rows.tolist() == [0]
 
 
+def test_rows_of_equal_lengths_are_packed_by_their_own_prompts():
+    def rows_by_pack(prompts, max_tokens=100, *, shares=True):
+        columns = {"prompt_ids": jagged(prompts), "response_ids": jagged([[11, 12]] * 4)}
+        sequences = SequenceBatch(TensorDict(columns, batch_size=[4]))
+        sequences.sharing = PromptSharing(pair_work=1e-6, pair_memory=0, always=True) if shares else None
+        found = sequences.micro_batches(max_tokens)
+        return sorted(sorted(each.rows.tolist()) for each in found), sum(each.input_ids.numel() for each in found)
+
+    a, b = [1] * 20, [2] * 20
+    every = [0, 1, 2, 3]
+    assert rows_by_pack([a, a, b, b]) == ([every], 44)
+    assert rows_by_pack([a, b, a, b]) == ([every], 44)
+    assert rows_by_pack([a, b, a, b], 30) == ([[0, 2], [1, 3]], 44)
+    assert rows_by_pack([a, a, b, b], 30) == ([[0, 1], [2, 3]], 44)
+    assert rows_by_pack([a, b, a, a]) == ([[0, 2, 3], [1]], 44)
+    assert rows_by_pack([a, a, b, b], shares=False) == ([every], 88)
+    assert rows_by_pack([a, a, b, b]) == ([every], 44)
+
+
 def test_a_loss_sees_padded_columns_and_results_keep_their_order():
     sequences = SequenceBatch(batch_of_three())
     parts = []

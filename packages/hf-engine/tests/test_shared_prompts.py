@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 from unittest import mock
@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
 from hf_engine.testing._cases import select_rows
+from hf_engine.training import micro_batches
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES, SharedPrompts
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
 from hf_engine.training.optimizer import local_shard
@@ -69,7 +70,11 @@ def share(backend, *, join):
     def keep(planner, packs, padded):
         return planner.batch([[pack] for pack in packs]), padded
 
-    return nullcontext() if join else mock.patch.object(PackedRowPlanner, "join", keep)
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(micro_batches, "_plan", micro_batches._plan.__wrapped__))  # no plan is kept
+    if not join:
+        stack.enter_context(mock.patch.object(PackedRowPlanner, "join", keep))
+    return stack
 
 
 def build(model, config=CONFIG, head="lm", **changes):

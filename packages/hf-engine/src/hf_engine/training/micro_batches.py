@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
 import torch
@@ -30,6 +30,8 @@ __all__ = [
 
 _TOKENS_A_THREAD = 1024
 """Measured with models of 0.1 to 11 million weights."""
+_REMEMBERED = 4
+"""Batches whose plan is kept: PPO's critic, reference and actor pass over the same rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,22 +166,16 @@ class SequenceBatch:
         """
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
-        prompts, responses = self._prompts.lengths.tolist(), self._responses.lengths.tolist()
-        plan = partial(
-            plan_micro_batches,
-            prompts,
-            responses,
+        found = _plan(
+            tuple(self._prompts.lengths.tolist()),
+            tuple(self._responses.lengths.tolist()),
+            () if self.sharing is None else tuple(map(tuple, self._groups)),
             max_tokens,
-            enough_tokens=enough_tokens,
-            pair_memory=self.pair_memory,
+            enough_tokens,
+            self.pair_memory,
+            self.sharing,
         )
-        if self.sharing is None:
-            return [self._pad(torch.tensor(rows)) for rows in plan()]
-        planner = PackedRowPlanner(prompts, self._num_read, max_tokens, self.sharing, enough_tokens)
-        packs, apart = planner.split(self._groups)
-        plain = plan(rows=[row for row in apart if not planner.fits(row)])
-        packed, padded = planner.join(packs, plan(rows=[row for row in apart if planner.fits(row)]))
-        return [self._pack(each) for each in packed] + [self._pad(torch.tensor(rows)) for rows in [*plain, *padded]]
+        return [self._pack(each) for each in found.packed] + [self._pad(torch.tensor(rows)) for rows in found.padded]
 
     @property
     def num_shared(self) -> int:
@@ -257,7 +253,7 @@ class SequenceBatch:
     @cached_property
     def _num_read(self) -> list[int]:
         """Of each packed response, tokens from which another one is predicted."""
-        return [max(0, length - 1) for length in self._responses.lengths.tolist()]
+        return _count_read(self._responses.lengths.tolist())
 
     @cached_property
     def _tokens(self) -> torch.Tensor:
@@ -365,6 +361,41 @@ def find_enough_tokens(device: torch.device) -> int | None:
     `micro_batch_tokens` decides alone.
     """
     return _TOKENS_A_THREAD * torch.get_num_threads() if device.type == "cpu" else None
+
+
+class _RowPlan(NamedTuple):
+    """Micro-batches of packed rows, and those of padded rows."""
+
+    packed: Sequence[Sequence[PackedRow]]
+    padded: Sequence[Sequence[int]]
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _plan(
+    prompts: Sequence[int],
+    responses: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    max_tokens: int,
+    enough_tokens: int | None,
+    pair_memory: float,
+    sharing: PromptSharing | None,
+) -> _RowPlan:
+    """Plans the micro-batches of rows of these lengths. Several models pass over the same rows, one after another."""
+    plan = partial(
+        plan_micro_batches, prompts, responses, max_tokens, enough_tokens=enough_tokens, pair_memory=pair_memory
+    )
+    if sharing is None:
+        return _RowPlan([], plan())
+    planner = PackedRowPlanner(prompts, _count_read(responses), max_tokens, sharing, enough_tokens)
+    packs, apart = planner.split(groups)
+    fitting = [row for row in apart if planner.fits(row)]
+    too_long = sorted(set(apart).difference(fitting))
+    packed, padded = planner.join(packs, plan(rows=fitting))
+    return _RowPlan(packed, [*plan(rows=too_long), *padded])
+
+
+def _count_read(lengths: Sequence[int]) -> list[int]:
+    return [max(0, length - 1) for length in lengths]
 
 
 def plan_micro_batches(
