@@ -30,7 +30,7 @@ import conformance_trl
 import conformance_trl_ppo
 import psutil
 from end_to_end_page import TARGETS, write_page
-from end_to_end_workloads import GOAL, WORKLOADS, Workload, draw_prompts
+from end_to_end_workloads import GOAL, SEED, WORKLOADS, Workload, draw_prompts
 from measured_program import MeasuredProgram
 from measurement import record
 from peer_environments import ROOT, make_environment
@@ -144,7 +144,7 @@ def main() -> int:
             "bare": (Path(sys.executable), "end_to_end_bare.py"),
         }
         # The plain loop does not follow rows that end.
-        measured = [each for each in systems if each.side != "bare" or WORKLOADS[name].end_weight is None]
+        measured = [each for each in systems if each.side != "bare" or WORKLOADS[name].end_logit is None]
         if not measured:
             print(f"{name}: no system that was asked for runs it")
             continue
@@ -167,7 +167,7 @@ def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from hf_algorithms.data import build_character_tokenizer
+    from hf_algorithms.data import build_character_tokenizer, select_rows
 
     workload, folder = WORKLOADS[name], FOLDER / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -185,21 +185,33 @@ def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         bos_token_id=None,
     )
     model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight[tokenizer.eos_token_id] *= workload.end_weight or 1.0
+    if workload.end_logit is not None:
+        _set_end(model, tokenizer.eos_token_id, workload.end_logit)
     model.save_pretrained(folder / "model")
     _write_batch(workload, folder / "batch.json")
-    iterations = ITERATIONS[name]
+    num_prompts, segments = workload.num_prompts * 64, [2, *[ITERATIONS[name]] * options.rounds]
+    order = [select_rows(num_prompts, workload.num_prompts, iteration=each, seed=SEED) for each in range(sum(segments))]
     return {
         "workload": name,
         "folder": str(folder),
         "model": str(folder / "model"),
         "batch": str(folder / "batch.json"),
         "backend": options.backend,
-        "num_prompts": workload.num_prompts * 64,
-        "segments": [2, *[iterations] * options.rounds],
+        "num_prompts": num_prompts,
+        "order": order,
+        "segments": segments,
         "gate": False,
     }
+
+
+def _set_end(model: Any, token: int, mean_logit: float) -> None:
+    """Gives a token this mean logit over random texts: its row of the head lies along their mean hidden state."""
+    import torch
+
+    texts = torch.randint(3, model.config.vocab_size, (16, model.config.max_position_embeddings))
+    with torch.no_grad():
+        mean = model.model(texts).last_hidden_state.mean((0, 1))
+        model.lm_head.weight[token] = mean_logit * mean / mean.square().sum()
 
 
 def _write_batch(workload: Workload, path: Path) -> None:
@@ -207,7 +219,7 @@ def _write_batch(workload: Workload, path: Path) -> None:
     draw = random.Random(1)
 
     def complete() -> list[int]:
-        least = 1 if workload.end_weight else workload.new_tokens
+        least = 1 if workload.end_logit else workload.new_tokens
         length = draw.randint(least, workload.new_tokens)
         return [draw.randint(3, 12) for _ in range(length)]
 
@@ -308,7 +320,17 @@ def _measure(
                 print(f"{name} {system.name}: {rows / wall_s:.1f} samples/s, {used[system][-1]:.3f} CPU s", flush=True)
                 parts = {phase: statistics.median(row.get(phase, 0.0) for row in found) for phase in found[-1]}
                 print("   ", ", ".join(f"{phase} {1000 * each:.1f} ms" for phase, each in parts.items()), flush=True)
+    for system in systems:
+        if system.side == "ours":
+            _check_order(Path(given["folder"]) / f"ours-{system.ranks}-{system.threads}", given["order"])
     return _summarise(systems, rates, used, phases, resident)
+
+
+def _check_order(run: Path, order: Sequence[Sequence[int]]) -> None:
+    """Compares the prompts that a run of ours drew, by its ledger, with those that the peer was given."""
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    drawn = [[row for _, row, _ in line["prompts"]] for line in lines if line["state"] == "planned"]
+    assert drawn == list(order), f"{run} drew other prompts than its peer was given"
 
 
 def _summarise(

@@ -16,6 +16,7 @@ import torch
 from conformance import Parts, build_parts
 from end_to_end_workloads import (
     GOAL,
+    SEED,
     VALUE_WEIGHT,
     WORKLOADS,
     Pacer,
@@ -62,7 +63,7 @@ def _pace(options: dict[str, Any], pacer: Pacer) -> None:
 
     iterations = sum(options["segments"])
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
-    run = {"iterations": iterations, "eval_every": iterations}
+    run = {"iterations": iterations, "eval_every": iterations, "seed": SEED}
     _train(options, prompts, prompts[:1], score, pacer.start, follow, run)
 
 
@@ -120,13 +121,13 @@ def _train(
                 },
                 "reward": {"metric": f"{Path(__file__).with_name('end_to_end_workloads.py')}:{reward.__name__}"},
                 "warm_start": {"max_steps": 0},
-                "optimizer": {"actor_learning_rate": 1e-5, "warmup_steps": 0, **(optimizer or {})},
+                "optimizer": {"actor_learning_rate": workload.learning_rate, "warmup_steps": 0, **(optimizer or {})},
                 "rollout": {
                     "backend": options["backend"],
                     "batch_size": workload.num_prompts,
                     "samples_per_prompt": workload.num_samples,
                     "max_new_tokens": workload.new_tokens,
-                    "min_new_tokens": 0 if workload.end_weight else workload.new_tokens,
+                    "min_new_tokens": 0 if workload.end_logit else workload.new_tokens,
                 },
                 "training": {"shard": "root"},
                 "cluster": {"gpus_per_machine": options["ranks"]},

@@ -29,17 +29,21 @@ def main() -> None:
         _race(options, Race(answer))
         return
     pacer = Pacer(answer, options["segments"])
-    trainer = _build_trainer(options, max_steps=sum(options["segments"]), reward=score, pacer=pacer)
+    prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
+    drawn = [prompts[row] for rows in options["order"] for row in rows]
+    max_steps, config = sum(options["segments"]), {"shuffle_dataset": False}
+    trainer = _build_trainer(options, drawn, max_steps=max_steps, reward=score, pacer=pacer, config=config)
     trainer.train()
 
 
-def _build_trainer(options: dict[str, Any], *, max_steps: int, reward: Any, pacer: Pacer | None, **more: Any) -> Any:
+def _build_trainer(
+    options: dict[str, Any], prompts: list[str], *, max_steps: int, reward: Any, pacer: Pacer | None, **more: Any
+) -> Any:
     from datasets import Dataset
     from transformers import TrainerCallback
     from trl import GRPOTrainer
 
     workload = WORKLOADS[options["workload"]]
-    prompts = more.pop("prompts", None) or draw_prompts(workload, options["num_prompts"])
     config = _build_config(options, workload, max_steps, more.pop("config", {}))
 
     class Timed(GRPOTrainer):
@@ -115,11 +119,11 @@ def _build_config(options: dict[str, Any], workload: Workload, max_steps: int, c
         per_device_train_batch_size=workload.num_rows,
         num_generations=workload.num_samples,
         max_completion_length=workload.new_tokens,
-        generation_kwargs={} if workload.end_weight else {"min_new_tokens": workload.new_tokens},
+        generation_kwargs={} if workload.end_logit else {"min_new_tokens": workload.new_tokens},
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
         **{
-            "learning_rate": 1e-5,
+            "learning_rate": workload.learning_rate,
             "lr_scheduler_type": "constant",
             "beta": 0.0,
             "max_grad_norm": 1.0,
@@ -136,8 +140,7 @@ def _race(options: dict[str, Any], race: Race) -> None:
     trained, held_out = prompts[: -GOAL.num_prompts], prompts[-GOAL.num_prompts :]
     betas = dict(zip(("adam_beta1", "adam_beta2"), GOAL.betas, strict=True))
     config = {"learning_rate": GOAL.learning_rate, "seed": options["seed"], **betas}
-    given = {"reward": score_copies, "prompts": trained, "config": config}
-    trainer = _build_trainer(options, max_steps=GOAL.most, pacer=None, **given)
+    trainer = _build_trainer(options, trained, max_steps=GOAL.most, reward=score_copies, pacer=None, config=config)
     tokenizer = trainer.processing_class
 
     @torch.no_grad()
@@ -198,9 +201,8 @@ def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
             save_file(grads, options["gradients"])
 
     config = {"learning_rate": 0.0, "max_grad_norm": 1e9}
-    trainer = _build_trainer(
-        options, max_steps=1, reward=look_up, pacer=None, prompts=stored["prompts"], rollout_func=rollout, config=config
-    )
+    hooks = {"rollout_func": rollout, "config": config}
+    trainer = _build_trainer(options, stored["prompts"], max_steps=1, reward=look_up, pacer=None, **hooks)
     trainer.add_callback(Keep())
     found["loss"] = trainer.train().training_loss
     return found

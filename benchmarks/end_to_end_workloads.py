@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 __all__ = [
     "GOAL",
+    "SEED",
     "VALUE_WEIGHT",
     "WORKLOADS",
     "Goal",
@@ -46,8 +47,9 @@ class Workload:
     new_tokens: int
     """Of every response; of ragged ones the most."""
     algorithm: Literal["grpo", "ppo"] = "grpo"
-    end_weight: float | None = None
-    """Factor of the end token's row of the head, so that responses end at random lengths; None: all are full."""
+    end_logit: float | None = None
+    """Mean logit of the end token, so that responses end at random lengths; None: all are full."""
+    learning_rate: float = 1e-5
 
     @property
     def num_rows(self) -> int:
@@ -66,11 +68,19 @@ WORKLOADS = {
     "tiny": Workload(**_SMALL, prompt_tokens=(4, 6), num_prompts=16, num_samples=8, new_tokens=5),
     "shared_prompts": Workload(**_MIDDLE, prompt_tokens=(256, 256), num_prompts=2, num_samples=8, new_tokens=48),
     "long_answers": Workload(
-        **_MIDDLE, prompt_tokens=(32, 32), num_prompts=2, num_samples=8, new_tokens=256, end_weight=6.0
+        **_MIDDLE,
+        prompt_tokens=(32, 32),
+        num_prompts=2,
+        num_samples=8,
+        new_tokens=256,
+        end_logit=-3.0,
+        learning_rate=1e-12,  # changes no weight: two policies that learn drift to different lengths
     ),
     "tiny_ppo": Workload(**_SMALL, prompt_tokens=(4, 6), num_prompts=128, num_samples=1, new_tokens=5, algorithm="ppo"),
 }
 """Policies of 0.8, 10.6, 10.6 and 0.8 million parameters; a critic is as large."""
+SEED = 0
+"""Of our runs, by which they draw prompts. GRPO's peer gets them in this order: prompts decide on lengths."""
 VALUE_WEIGHT = 0.1
 """Of the critic's loss in TRL's one loss of PPO."""
 
