@@ -61,7 +61,7 @@ def _pace(options: dict[str, Any], pacer: Pacer) -> None:
             {_PHASES.get(name, name): named[name] for name in (*_PHASES, "advantages") if name in named}
         )
 
-    iterations = sum(options["segments"])
+    iterations = sum(options["segments"]) + 1  # the last one, with its evaluation, is not reached
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
     run = {"iterations": iterations, "eval_every": iterations, "seed": SEED}
     _train(options, prompts, prompts[:1], score, pacer.start, follow, run)

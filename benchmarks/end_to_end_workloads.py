@@ -139,6 +139,9 @@ def open_answers(descriptor: int) -> Callable[[Any], None]:
 class Pacer:
     """Stops a trainer between segments of iterations, and reports the seconds of each iteration by phase.
 
+    After the last segment it waits until its input ends, and ends the program: what a trainer does at the end of a run
+    would take the time of the system that is measured next.
+
     Args:
         answer: takes an object when a segment has ended.
         segments: iterations of each.
@@ -164,13 +167,12 @@ class Pacer:
             self._answer(self._rows)
             self._rows = []
             del self._segments[0]
-            if self._segments:
-                self._wait()
+            self._wait()
         self._start_s = time.perf_counter()
 
     def _wait(self) -> None:
         if not sys.stdin.readline():
-            sys.exit("nobody waits for the next segment")
+            sys.exit("nobody waits for the next segment" if self._segments else 0)
         self._start_s = time.perf_counter()
 
 
