@@ -47,6 +47,8 @@ Programs = Mapping[str, tuple[Path, str]]
 """By side: an interpreter and what it runs."""
 RACE_SEEDS = (1, 2, 3)
 LARGEST_DIFFERENCE = 1e-4
+LARGEST_EXCESS = 0.1
+"""Of one system's mean length over another's, where lengths are drawn: 2.5 standard errors of three rounds."""
 LEAST_NORM = 1e-3
 """Of the stored update's whole gradient: a smaller one would prove nothing."""
 
@@ -144,7 +146,7 @@ def main() -> int:
             "bare": (Path(sys.executable), "end_to_end_bare.py"),
         }
         # The plain loop does not follow rows that end.
-        measured = [each for each in systems if each.side != "bare" or WORKLOADS[name].end_logit is None]
+        measured = [each for each in systems if each.side != "bare" or not WORKLOADS[name].is_ragged]
         if not measured:
             print(f"{name}: no system that was asked for runs it")
             continue
@@ -191,6 +193,7 @@ def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
     _write_batch(workload, folder / "batch.json")
     num_prompts, segments = workload.num_prompts * 64, [2, *[ITERATIONS[name]] * options.rounds]
     order = [select_rows(num_prompts, workload.num_prompts, iteration=each, seed=SEED) for each in range(sum(segments))]
+    (folder / "order.json").write_text(json.dumps(order))
     return {
         "workload": name,
         "folder": str(folder),
@@ -198,7 +201,7 @@ def _prepare(name: str, options: argparse.Namespace) -> dict[str, Any]:
         "batch": str(folder / "batch.json"),
         "backend": options.backend,
         "num_prompts": num_prompts,
-        "order": order,
+        "order": str(folder / "order.json"),
         "segments": segments,
         "gate": False,
     }
@@ -219,7 +222,7 @@ def _write_batch(workload: Workload, path: Path) -> None:
     draw = random.Random(1)
 
     def complete() -> list[int]:
-        least = 1 if workload.end_logit else workload.new_tokens
+        least = 1 if workload.is_ragged else workload.new_tokens
         length = draw.randint(least, workload.new_tokens)
         return [draw.randint(3, 12) for _ in range(length)]
 
@@ -297,6 +300,7 @@ def _measure(
     rates: dict[Arrangement, list[float]] = {}
     used: dict[Arrangement, list[float]] = {}
     phases: dict[Arrangement, list[dict[str, float]]] = {}
+    tokens: dict[Arrangement, list[float]] = {}
     resident: dict[Arrangement, list[int]] = {}
     rows = WORKLOADS[name].num_rows
     with ExitStack() as stack:
@@ -306,6 +310,8 @@ def _measure(
             sides[system].read()
             resident[system] = [sides[system].measure_start()]
             sides[system].go()
+            if system.side == "ours" and WORKLOADS[name].algorithm == "grpo":
+                _check_order(Path(given["folder"]) / f"ours-{system.ranks}-{system.threads}", Path(given["order"]))
         for number in range(len(given["segments"]) - 1):
             first = number % len(systems)
             for system in (*systems[first:], *systems[:first]):
@@ -313,6 +319,7 @@ def _measure(
                 found = sides[system].go()
                 after_s, now = sides[system].measure()
                 resident[system].append(now)
+                tokens.setdefault(system, []).extend(each.pop("tokens") for each in found if "tokens" in each)
                 wall_s = statistics.median(each["wall"] for each in found)
                 rates.setdefault(system, []).append(rows / wall_s)
                 used.setdefault(system, []).append((after_s - before_s) / len(found))
@@ -320,17 +327,26 @@ def _measure(
                 print(f"{name} {system.name}: {rows / wall_s:.1f} samples/s, {used[system][-1]:.3f} CPU s", flush=True)
                 parts = {phase: statistics.median(row.get(phase, 0.0) for row in found) for phase in found[-1]}
                 print("   ", ", ".join(f"{phase} {1000 * each:.1f} ms" for phase, each in parts.items()), flush=True)
-    for system in systems:
-        if system.side == "ours":
-            _check_order(Path(given["folder"]) / f"ours-{system.ranks}-{system.threads}", given["order"])
-    return _summarise(systems, rates, used, phases, resident)
+    lengths = {system.name: statistics.mean(found) for system, found in tokens.items() if found}
+    if WORKLOADS[name].is_ragged:
+        _check_lengths(lengths)
+    metrics = _summarise(systems, rates, used, phases, resident)
+    return metrics | {f"{system}_tokens": (round(each, 1), "tokens a response") for system, each in lengths.items()}
 
 
-def _check_order(run: Path, order: Sequence[Sequence[int]]) -> None:
-    """Compares the prompts that a run of ours drew, by its ledger, with those that the peer was given."""
+def _check_order(run: Path, order: Path) -> None:
+    """Compares the prompts that a run of ours has drawn, by its ledger, with those that its peer is given."""
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     drawn = [[row for _, row, _ in line["prompts"]] for line in lines if line["state"] == "planned"]
-    assert drawn == list(order), f"{run} drew other prompts than its peer was given"
+    if not drawn or drawn != json.loads(order.read_text())[: len(drawn)]:
+        sys.exit(f"{run} draws other prompts than its peer is given: nothing was measured")
+
+
+def _check_lengths(lengths: Mapping[str, float]) -> None:
+    """Refuses a comparison of responses of other lengths."""
+    print(f"tokens a response: {', '.join(f'{name} {each:.1f}' for name, each in lengths.items())}", flush=True)
+    if max(lengths.values()) > (1 + LARGEST_EXCESS) * min(lengths.values()):
+        sys.exit(f"responses of one system are more than {LARGEST_EXCESS:.0%} longer: the comparison is void")
 
 
 def _summarise(

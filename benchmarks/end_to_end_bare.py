@@ -59,7 +59,7 @@ class _PlainLoop:
         if "critic" in self._models:
             self._models["critic"].lm_head = torch.nn.Linear(self._workload.hidden_size, 1, bias=False)
         self._optimizers = {
-            name: torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.0, fused=True)
+            name: torch.optim.AdamW(model.parameters(), lr=self._workload.learning_rate, weight_decay=0.0, fused=True)
             for name, model in self._models.items()
             if name != "reference"
         }

@@ -58,7 +58,8 @@ def _pace(options: dict[str, Any], pacer: Pacer) -> None:
     def follow(iteration: int, metrics: dict[str, float]) -> None:
         named = {name.removeprefix("time/").removesuffix("_s"): value for name, value in metrics.items()}
         pacer.end_iteration(
-            {_PHASES.get(name, name): named[name] for name in (*_PHASES, "advantages") if name in named}
+            {_PHASES.get(name, name): named[name] for name in (*_PHASES, "advantages") if name in named},
+            tokens=metrics["response/tokens"],
         )
 
     iterations = sum(options["segments"]) + 1  # the last one, with its evaluation, is not reached
@@ -121,13 +122,18 @@ def _train(
                 },
                 "reward": {"metric": f"{Path(__file__).with_name('end_to_end_workloads.py')}:{reward.__name__}"},
                 "warm_start": {"max_steps": 0},
-                "optimizer": {"actor_learning_rate": workload.learning_rate, "warmup_steps": 0, **(optimizer or {})},
+                "optimizer": {
+                    "actor_learning_rate": workload.learning_rate,
+                    "critic_learning_rate": workload.learning_rate,
+                    "warmup_steps": 0,
+                    **(optimizer or {}),
+                },
                 "rollout": {
                     "backend": options["backend"],
                     "batch_size": workload.num_prompts,
                     "samples_per_prompt": workload.num_samples,
                     "max_new_tokens": workload.new_tokens,
-                    "min_new_tokens": 0 if workload.end_logit else workload.new_tokens,
+                    "min_new_tokens": 0 if workload.is_ragged else workload.new_tokens,
                 },
                 "training": {"shard": "root"},
                 "cluster": {"gpus_per_machine": options["ranks"]},

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def main() -> None:
         return
     pacer = Pacer(answer, options["segments"])
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
-    drawn = [prompts[row] for rows in options["order"] for row in rows]
+    drawn = [prompts[row] for rows in json.loads(Path(options["order"]).read_text()) for row in rows]
     max_steps, config = sum(options["segments"]), {"shuffle_dataset": False}
     trainer = _build_trainer(options, drawn, max_steps=max_steps, reward=score, pacer=pacer, config=config)
     trainer.train()
@@ -49,8 +50,13 @@ def _build_trainer(
     class Timed(GRPOTrainer):
         """The trainer, with the seconds of its parts."""
 
-        def _generate(self, *arguments: Any) -> Any:
-            return timed("generate", super()._generate, *arguments)
+        def _generate(self, given: list[str]) -> Any:
+            found = timed("generate", super()._generate, given)
+            if pacer:
+                expected = list(islice(left, workload.num_prompts))
+                assert given[:: workload.num_samples] == expected, "the trainer reads other prompts than ours"
+                self.mean_tokens = sum(map(len, found[1])) / len(found[1])
+            return found
 
         def _calculate_rewards(self, *arguments: Any) -> Any:
             return timed("score", super()._calculate_rewards, *arguments)
@@ -80,28 +86,31 @@ def _build_trainer(
     class PacedGrpo(TrainerCallback):
         """Follows the trainer's steps."""
 
+        def __init__(self, pacer: Pacer) -> None:
+            self._pacer = pacer
+
         def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
             self.start_s = time.perf_counter()
 
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            if pacer:
-                pacer.start()
+            self._pacer.start()
 
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             phases["update"] += time.perf_counter() - self.start_s
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            if pacer:
-                pacer.end_iteration()
+            self._pacer.end_iteration(tokens=trainer.mean_tokens)
 
-    return Timed(
+    left = iter(prompts)
+    trainer = Timed(
         model=options["model"],
         args=config,
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         reward_funcs=reward,
-        callbacks=[PacedGrpo()],
+        callbacks=[PacedGrpo(pacer)] if pacer else [],
         **more,
     )
+    return trainer
 
 
 def _build_config(options: dict[str, Any], workload: Workload, max_steps: int, changes: dict[str, Any]) -> Any:
@@ -119,7 +128,7 @@ def _build_config(options: dict[str, Any], workload: Workload, max_steps: int, c
         per_device_train_batch_size=workload.num_rows,
         num_generations=workload.num_samples,
         max_completion_length=workload.new_tokens,
-        generation_kwargs={} if workload.end_logit else {"min_new_tokens": workload.new_tokens},
+        generation_kwargs={} if workload.is_ragged else {"min_new_tokens": workload.new_tokens},
         gradient_checkpointing=False,
         model_init_kwargs={"dtype": "float32"},
         **{

@@ -65,7 +65,7 @@ def _build_trainer(options: Mapping[str, Any], prompts: list[str], max_steps: in
         temperature=1.0 - 1e-7,  # the loop adds as much
         kl_coef=0.05,
         vf_coef=VALUE_WEIGHT,
-        learning_rate=1e-5,
+        learning_rate=workload.learning_rate,
         lr_scheduler_type="constant",
     )
     critic = AutoModelForSequenceClassification.from_pretrained(options["model"], num_labels=1, dtype=torch.float32)

@@ -50,6 +50,12 @@ class Workload:
     end_logit: float | None = None
     """Mean logit of the end token, so that responses end at random lengths; None: all are full."""
     learning_rate: float = 1e-5
+    """Of every optimizer."""
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if the end token decides on lengths."""
+        return self.end_logit is not None
 
     @property
     def num_rows(self) -> int:
@@ -74,13 +80,13 @@ WORKLOADS = {
         num_samples=8,
         new_tokens=256,
         end_logit=-3.0,
-        learning_rate=1e-12,  # changes no weight: two policies that learn drift to different lengths
+        learning_rate=1e-12,  # leaves lengths as they are: policies that learn come to different ones
     ),
     "tiny_ppo": Workload(**_SMALL, prompt_tokens=(4, 6), num_prompts=128, num_samples=1, new_tokens=5, algorithm="ppo"),
 }
 """Policies of 0.8, 10.6, 10.6 and 0.8 million parameters; a critic is as large."""
 SEED = 0
-"""Of our runs, by which they draw prompts. GRPO's peer gets them in this order: prompts decide on lengths."""
+"""Of our timed runs. It decides the order of prompts, which GRPO's peer is given, too: prompts decide on lengths."""
 VALUE_WEIGHT = 0.1
 """Of the critic's loss in TRL's one loss of PPO."""
 
@@ -158,10 +164,19 @@ class Pacer:
         self._answer([])
         self._wait()
 
-    def end_iteration(self, phases: dict[str, float] | None = None, seconds: float | None = None) -> None:
-        """Takes down an iteration, of the time since the last one; waits for the next command where a segment ends."""
+    def end_iteration(
+        self, phases: dict[str, float] | None = None, seconds: float | None = None, tokens: float | None = None
+    ) -> None:
+        """Takes down an iteration, of the time since the last one; waits for the next command where a segment ends.
+
+        Args:
+            phases: seconds by phase; None: what was added to `self.phases`.
+            seconds: of the iteration, in place of the time since the last one.
+            tokens: mean tokens of its responses, where lengths are drawn.
+        """
         wall_s = time.perf_counter() - self._start_s if seconds is None else seconds
-        self._rows.append({"wall": wall_s, **(self.phases if phases is None else phases)})
+        counted = {} if tokens is None else {"tokens": tokens}
+        self._rows.append({"wall": wall_s, **(self.phases if phases is None else phases), **counted})
         self.phases.clear()
         if len(self._rows) == self._segments[0]:
             self._answer(self._rows)

@@ -18,7 +18,7 @@ PROMPTS = [(0, 7, 0), (0, 3, 0), (1, 7, 0)]
 
 
 def put(ids: list[tuple[int, int, int, int]]) -> BatchFuture:
-    columns = {"sample_id": torch.tensor(ids), "response_mask": torch.ones(len(ids), 1)}
+    columns = {"sample_id": torch.tensor(ids), "scores": torch.ones(len(ids))}
     return InProcessExecutor().put(TensorDict(columns, batch_size=[len(ids)]))
 
 
@@ -43,6 +43,17 @@ def test_samples_are_trained_filtered_or_dropped_once(directory: RunDirectory) -
     lines = [json.loads(line) for line in (directory.path / LEDGER).read_text().splitlines()]
     assert lines[2] == {"iteration": 1, "state": "trained", "samples": 2, "prompts": [[0, 7, 0]]}
     assert lines[3] == {"iteration": 1, "state": "trained", "sample_ids": [[1, 2, 1, 1]]}
+
+
+def test_a_batch_without_ids_trains_all_that_was_planned(directory: RunDirectory) -> None:
+    ledger = Ledger(directory)
+    ledger.begin(1, 2)
+    ledger.plan(PROMPTS)
+    ledger.note_filtered([1])
+    ledger.note_trained(InProcessExecutor().put(TensorDict({"scores": torch.ones(2)}, batch_size=[2])))
+    ledger.settle()
+    expected = {"planned": 6, "trained": 6, "filtered": 0, "dropped": 0, "in_flight": 0}
+    assert ledger.counts == count_ledger(directory.path / LEDGER) == expected
 
 
 def test_samples_pass_through_generation_and_scoring(directory: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hf_engine.training.batch_agreement import agree_on_micro_batches
-from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, plan_micro_batches
+from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, _plan, plan_micro_batches
 from hf_engine.training.shared_prompts import PromptSharing
 from hf_protocols import BatchError
 
@@ -205,6 +205,18 @@ def test_rows_of_equal_lengths_are_packed_by_their_own_prompts():
     assert rows_by_pack([a, b, a, a]) == ([[0, 2, 3], [1]], 44)
     assert rows_by_pack([a, a, b, b], shares=False) == ([every], 88)
     assert rows_by_pack([a, a, b, b]) == ([every], 44)
+
+
+def test_models_that_pass_over_the_same_rows_share_a_plan():
+    before = _plan.cache_info()
+    for _ in range(3):
+        columns = {"prompt_ids": jagged([[7] * 33, [8] * 34]), "response_ids": jagged([[1] * 3, [2] * 5])}
+        sequences = SequenceBatch(TensorDict(columns, batch_size=[2]))
+        sequences.sharing = PromptSharing(pair_work=1e-6, pair_memory=0)
+        (found,) = sequences.micro_batches(100)
+        assert sorted(found.rows.tolist()) == [0, 1]
+    after = _plan.cache_info()
+    assert (after.hits - before.hits, after.misses - before.misses) == (2, 1)
 
 
 def test_a_loss_sees_padded_columns_and_results_keep_their_order():

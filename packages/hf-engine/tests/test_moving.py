@@ -39,6 +39,38 @@ def test_parts_of_a_parameter_in_two_storages_come_back(first_rows):
     assert generation["w"][0].untyped_storage().nbytes() == 0
 
 
+def test_parameters_are_lent_in_one_call_and_come_back_from_a_failure():
+    """Two parts of one storage go together, a parameter of another shape is copied, and all come back."""
+    shapes = {"a": (2, 3), "b": (2, 3), "c": (4,), "d": (4,)}
+    whole = {name: (Box((0,) * len(shape), shape),) for name, shape in shapes.items()}
+    source = WeightLayout(shapes=shapes, boxes={0: whole}, dtype="float32")
+    target = WeightLayout(shapes=shapes, boxes={0: whole | {"d": (Box((1,), (3,)),)}}, dtype="float32")
+    stack, own = torch.arange(12.0).view(2, 2, 3), torch.empty(2, 2, 3)
+    train = {"a": [stack[0]], "b": [stack[1]], "c": [torch.arange(4.0)], "d": [torch.arange(4.0)]}
+    generation = {"a": [own[0]], "b": [own[1]], "c": [torch.empty(4)], "d": [torch.empty(3)]}
+    calls = []
+
+    def adopt(tensors):
+        calls.append(tensors)
+        if len(calls) == 2:
+            raise ReshardError("cannot adopt them")
+
+    mover = ShardMover(plan_reshard(source, target), 0, train, generation, adopt=adopt)
+    mover.restore()
+    for _ in range(2):
+        calls.clear()
+        mover.lend(["a", "b", "c", "d"])
+        mover.prepare(["c", "d"])
+        assert [set(each) for each in calls] == [{"a", "b", "c"}]
+        assert all(calls[0][name] is train[name][0] for name in calls[0])
+        assert generation["d"][0].tolist() == [1, 2, 3]
+        with pytest.raises(ReshardError, match="cannot adopt them"):
+            mover.restore()
+        mover.restore()
+        assert calls[2] == {name: generation[name][0] for name in "abc"}
+        assert not mover.has_moved
+
+
 def release_inside_the_block(model):
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     train = load_train_backend("fsdp").build(model, topology=topology, config=TrainConfig(learning_rate=1e-2))

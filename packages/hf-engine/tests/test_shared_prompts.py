@@ -71,7 +71,7 @@ def share(backend, *, join):
         return planner.batch([[pack] for pack in packs]), padded
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(micro_batches, "_plan", micro_batches._plan.__wrapped__))  # no plan is kept
+    stack.enter_context(mock.patch.object(micro_batches, "_plan", micro_batches._plan.__wrapped__))  # without its cache
     if not join:
         stack.enter_context(mock.patch.object(PackedRowPlanner, "join", keep))
     return stack

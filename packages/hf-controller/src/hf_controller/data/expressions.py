@@ -364,8 +364,11 @@ def check_alike(name: str, parts: Sequence[tuple[Column, int]], describe: Callab
 
     Args:
         name: of the column.
-        parts: each one's description, and its rows.
+        parts: metadata and number of rows of each.
         describe: says what the parts are, in a message.
+
+    Raises:
+        BatchError: naming two kinds.
     """
     if len(parts) == 1:
         return

@@ -146,13 +146,14 @@ class ShardMover:
         return peak
 
     def lend(self, names: Iterable[str]) -> None:
-        """Lends those of these parameters that an engine can compute with as they are."""
-        loans = {
-            lent: tensor
-            for name in names
-            if name in self._loans and name not in self._lent
-            for lent, tensor in self._loans[name].items()
-        }
+        """Lends the engine these parameters in one call, where it can use the training tensors.
+
+        All that shares a storage goes along.
+        """
+        loans: dict[str, torch.Tensor] = {}
+        for name in names:
+            if name in self._loans and name not in self._lent and name not in loans:
+                loans |= self._loans[name]
         if self._adopt is not None and loans:
             self._lent.update(loans)
             self._adopt(loans)

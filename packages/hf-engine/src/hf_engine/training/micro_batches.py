@@ -30,8 +30,8 @@ __all__ = [
 
 _TOKENS_A_THREAD = 1024
 """Measured with models of 0.1 to 11 million weights."""
-_REMEMBERED = 4
-"""Batches whose plan is kept: PPO's critic, reference and actor pass over the same rows."""
+_MOST_PLANS = 4
+"""Plans that a process keeps. Critic, reference and actor pass over the same rows one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +370,7 @@ class _RowPlan(NamedTuple):
     padded: Sequence[Sequence[int]]
 
 
-@lru_cache(maxsize=_REMEMBERED)
+@lru_cache(maxsize=_MOST_PLANS)
 def _plan(
     prompts: Sequence[int],
     responses: Sequence[int],
@@ -380,7 +380,7 @@ def _plan(
     pair_memory: float,
     sharing: PromptSharing | None,
 ) -> _RowPlan:
-    """Plans the micro-batches of rows of these lengths. Several models pass over the same rows, one after another."""
+    """Plans the micro-batches of rows of these lengths. Callers share the result and leave it unchanged."""
     plan = partial(
         plan_micro_batches, prompts, responses, max_tokens, enough_tokens=enough_tokens, pair_memory=pair_memory
     )
@@ -389,9 +389,9 @@ def _plan(
     planner = PackedRowPlanner(prompts, _count_read(responses), max_tokens, sharing, enough_tokens)
     packs, apart = planner.split(groups)
     fitting = [row for row in apart if planner.fits(row)]
-    too_long = sorted(set(apart).difference(fitting))
+    plain = plan(rows=sorted(set(apart).difference(fitting)))
     packed, padded = planner.join(packs, plan(rows=fitting))
-    return _RowPlan(packed, [*plan(rows=too_long), *padded])
+    return _RowPlan(packed, [*plain, *padded])
 
 
 def _count_read(lengths: Sequence[int]) -> list[int]:
