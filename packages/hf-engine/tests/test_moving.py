@@ -39,7 +39,7 @@ def test_parts_of_a_parameter_in_two_storages_come_back(first_rows):
     assert generation["w"][0].untyped_storage().nbytes() == 0
 
 
-def test_parameters_are_lent_in_one_call_and_come_back_from_a_failure():
+def test_parameters_are_lent_in_one_call_and_come_back():
     """Two parts of one storage go together, a parameter of another shape is copied, and all come back."""
     shapes = {"a": (2, 3), "b": (2, 3), "c": (4,), "d": (4,)}
     whole = {name: (Box((0,) * len(shape), shape),) for name, shape in shapes.items()}
