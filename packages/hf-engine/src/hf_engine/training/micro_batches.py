@@ -380,7 +380,20 @@ def _plan(
     pair_memory: float,
     sharing: PromptSharing | None,
 ) -> _RowPlan:
-    """Plans the micro-batches of rows of these lengths. Callers share the result and leave it unchanged."""
+    """Plans the micro-batches of a batch. Callers share the result and leave it unchanged.
+
+    Args:
+        prompts: tokens of each row's prompt.
+        responses: tokens of each row's response.
+        groups: rows with equal prompts; not read without `sharing`.
+        max_tokens: of a micro-batch.
+        enough_tokens: see `find_enough_tokens`.
+        pair_memory: see `plan_micro_batches`.
+        sharing: costs by which rows are packed; None: all are padded.
+
+    Raises:
+        BatchError: as `plan_micro_batches` does.
+    """
     plan = partial(
         plan_micro_batches, prompts, responses, max_tokens, enough_tokens=enough_tokens, pair_memory=pair_memory
     )
