@@ -20,7 +20,9 @@ __all__ = ["PlacedPool", "place"]
 _SLOT_SHARE = 0.05
 """Part of a slot that one process takes, so that several actor groups fit on it."""
 
-_SLICE_S = 0.05
+_FIRST_SLICE_S = 0.002
+_LONGEST_SLICE_S = 0.05
+"""Polls of a placement group: most exist after a few milliseconds, and a long wait does not flood Ray."""
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 
@@ -92,14 +94,22 @@ def place(
             elsewhere = [others] * len(bundles) if taken and on_distinct_machines else None
             group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=elsewhere)
             groups[machine] = group
-            # Polled in slices: Ray handles no signal while it waits, and treats a timeout below a second as 0.
-            while not group.wait(0):
-                time.sleep(_SLICE_S)
+            slice_s = _FIRST_SLICE_S
+            while not _is_ready(group):
+                time.sleep(slice_s)
+                slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
                 if time.monotonic() > deadline_s:
                     raise PoolError(_describe(pool, unit, f"they were not free within {timeout_s:g} s"))
             taken += placement_group_table(group)["bundles_to_node_id"].values()
         undo.pop_all()
     return PlacedPool(pool, [groups[machine] for machine in range(len(pool.slots))])
+
+
+def _is_ready(group: PlacementGroup) -> bool:
+    """Reads the group's state. Its own `wait` handles no signal meanwhile; it takes a timeout below a second as 0, with
+    which the answer is late as a rule, for seconds in a row.
+    """
+    return bool(placement_group_table(group)["state"] == "CREATED")
 
 
 def _remove(groups: Iterable[PlacementGroup]) -> None:
