@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 import hf_algorithms
@@ -254,6 +256,19 @@ def test_values_of_other_kinds_are_refused(notebook: Path) -> None:
         with pytest.raises(ConfigError, match=re.escape(message)):
             call()
     assert not list(notebook.iterdir())
+
+
+def test_numbers_of_numpy_and_paths_are_values(notebook: Path) -> None:
+    rate = np.logspace(-4, -3, 2, dtype=np.float32)[0]
+    keys = {**SMALL, "run.iterations": np.int64(1), "algorithm.whiten": np.bool_(False), "optimizer.betas": (rate, 0.5)}
+    given: dict[str, Any] = {"run": {"output_dir": Path("run"), "seed": np.array(3)}}
+    result = hf_algorithms.train(TINY, ROWS, lambda completions, **_: [1.0] * len(completions), config=given, set=keys)
+    assert result.run_dir == notebook / "run" and len(result.metrics) == 1
+    written = tomllib.loads((result.run_dir / "config.toml").read_text())
+    assert written["run"]["seed"] == 3 and written["optimizer"]["betas"] == [float(rate), 0.5]
+    assert written["algorithm"]["whiten"] is False
+    with pytest.raises(ConfigError, match=r"^run\.seed = array\(\[3\]\): is of type ndarray, which TOML does not have"):
+        hf_algorithms.train(TINY, ROWS, len, set=SMALL | {"run.seed": np.array([3])})
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str
         load_rows(path, **{field: "a.b"})
 
 
+@pytest.mark.parametrize("value", [None, True])
+def test_a_prompt_without_a_text_is_not_called_absent(tmp_path: Path, value: object) -> None:
+    path = write(tmp_path, {"prompt": value, "answer": "a"}, {"prompt": value})
+    with pytest.raises(DataError, match=r"line 1: its 'prompt' holds no text, nor .*\. Give it a text or "):
+        load_rows(path)
+
+
 def test_answers_may_be_absent_in_some_rows(tmp_path: Path) -> None:
     path = write(tmp_path, {"prompt": "a"}, {"prompt": "b", "answer": "2"}, {"prompt": "c", "answer": None})
     assert [row.answer for row in load_rows(path)] == [None, "2", None]

@@ -239,6 +239,18 @@ class _Given:
         return dict(self.model) if isinstance(self.model, Mapping) else {"path": os.fspath(self.model)}
 
 
+def _as_written(value: Any) -> Any:
+    """The value with paths as texts, and numbers of NumPy as Python's own: a file of a configuration has no others."""
+    if isinstance(value, Mapping):
+        return {key: _as_written(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_written(each) for each in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    is_number = type(value).__module__ == "numpy" and value.ndim == 0
+    return value.item() if is_number else value
+
+
 def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
     if value is not None and not isinstance(value, kinds):
         shown = " ".join(show(value).split())  # a model is shown in many lines
@@ -293,7 +305,7 @@ def _run(
                 if are_texts(given.dataset) and "function" in body["reward"]:
                     # Without answers the reward alone says how good a response is.
                     body["reward"].setdefault("metric", body["reward"]["function"])
-            config = parse_config(body, search_path=given.search_path(), command=command)
+            config = parse_config(_as_written(body), search_path=given.search_path(), command=command)
             summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:
         inputs.close(is_used=directory.has_begun)
@@ -316,7 +328,7 @@ def _resume(
     values |= {"output_dir": output_dir, "overwrite": overwrite or None}
     if named := [name for name, value in values.items() if value is not None]:
         raise ConfigError(f"resume={show(os.fspath(run))}: takes what the run was started with. Leave out {named[0]}")
-    found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
+    found = open_resumption(Path(run).expanduser(), _as_written(given.changes), given.allowed, command=command)
     path = found.directory.path
     if found.is_finished:
         return _read_result(path)

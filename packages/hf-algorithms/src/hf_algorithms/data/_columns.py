@@ -119,6 +119,11 @@ def find_columns(
         )
     if prompt is None:
         known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
+        if empty := [show(name) for tier in PROMPT_COLUMNS for name in tier if name in names]:
+            raise DataError(
+                f"{where}: its {empty[0]} holds no text, nor does that of the rows that follow. Give it a text or the "
+                "messages of a chat, or set data.prompt_field to the field with prompts"
+            )
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
     answers = ANSWER_COLUMNS[::-1] if is_learned else ANSWER_COLUMNS
     answer = _choose(records, answer_field, answers, "answer", absent=absent, where=where)
