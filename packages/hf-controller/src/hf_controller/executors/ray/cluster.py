@@ -42,6 +42,9 @@ _CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeou
 _PATIENCE_MS = 24 * 60 * 60 * 1000
 """Ray closes connections with a process that is stopped for 20 s, and then takes the process for dead. On one machine
 `ProcessWatch` sees which process ended."""
+_CONNECTING = {"raylet_client_connect_timeout_milliseconds": 20, "raylet_client_num_connect_attempts": 500}
+"""Ray's processes look 500 times for one that starts, every 20 ms. By default they look 10 times, every second, and the
+raylet looks too early for its own object store as a rule."""
 _MOST_STARTS = 2
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
@@ -97,6 +100,7 @@ class Cluster:
                     "prestart_worker_first_driver": False,
                     "enable_worker_prestart": False,
                     **dict.fromkeys(_CONNECTION_LIMITS, _PATIENCE_MS),
+                    **_CONNECTING,
                 },
             }
         with ExitStack() as undo:
