@@ -41,7 +41,12 @@ ray.init(
     object_store_memory=256 << 20,
     log_to_driver=False,
     include_dashboard=False,
-    _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+    _system_config={
+        "prestart_worker_first_driver": False,
+        "enable_worker_prestart": False,
+        "raylet_client_connect_timeout_milliseconds": 20,
+        "raylet_client_num_connect_attempts": 500,
+    },
 )
 
 
