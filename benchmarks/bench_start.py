@@ -41,12 +41,7 @@ ray.init(
     object_store_memory=256 << 20,
     log_to_driver=False,
     include_dashboard=False,
-    _system_config={
-        "prestart_worker_first_driver": False,
-        "enable_worker_prestart": False,
-        "raylet_client_connect_timeout_milliseconds": 20,
-        "raylet_client_num_connect_attempts": 500,
-    },
+    _system_config={"prestart_worker_first_driver": False, "enable_worker_prestart": False},
 )
 
 
@@ -121,7 +116,12 @@ def _start(folder: Path, executor: str) -> dict[str, float]:
 def _start_bare() -> float:
     """Seconds until bare actors have the libraries of a run."""
     begun_s = time.time()
-    environment = os.environ | {"RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = os.environ | {
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_raylet_client_connect_timeout_milliseconds": "20",
+        "RAY_raylet_client_num_connect_attempts": "500",
+    }
     command = [sys.executable, "-c", BARE_RAY]
     ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return float(ended.stdout) - begun_s

@@ -16,6 +16,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import torch
 
 import hf_algorithms
 from hf_protocols import ConfigError, DataError, HybridFlowError
@@ -267,8 +268,27 @@ def test_numbers_of_numpy_and_paths_are_values(notebook: Path) -> None:
     written = tomllib.loads((result.run_dir / "config.toml").read_text())
     assert written["run"]["seed"] == 3 and written["optimizer"]["betas"] == [float(rate), 0.5]
     assert written["algorithm"]["whiten"] is False
-    with pytest.raises(ConfigError, match=r"^run\.seed = array\(\[3\]\): is of type ndarray, which TOML does not have"):
-        hf_algorithms.train(TINY, ROWS, len, set=SMALL | {"run.seed": np.array([3])})
+    resumed = hf_algorithms.train(resume=result.run_dir, set={"run.iterations": np.int64(2)})
+    assert len(resumed.metrics) == 2
+    keys = {"rollout.max_new_tokens": np.int64(2)}
+    assert hf_algorithms.generate(result, data=ROWS[:1], set=keys, output=Path("texts.jsonl"))
+
+
+@pytest.mark.parametrize(
+    "value", [np.array([3]), np.mean, np.add, np.timedelta64(3, "ns"), np.array(None), torch.tensor(3), 3j]
+)
+def test_other_things_are_refused_as_they_are(notebook: Path, value: Any) -> None:
+    of_type = rf"^run\.seed = .*: is of type {type(value).__name__}, which TOML does not have"
+    for given in ({"set": SMALL | {"run.seed": value}}, {"config": {"run": {"seed": value}}}):
+        with pytest.raises(ConfigError, match=of_type):
+            hf_algorithms.train(TINY, ROWS, len, **given)
+    with pytest.raises(ConfigError, match=r"^output_dir = .*: is not a path"):
+        hf_algorithms.train(TINY, ROWS, len, set=SMALL | {"run.output_dir": value})
+    nested: list[Any] = []
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(ConfigError, match=r"nest deeper than 32 levels\. Flatten them"):
+        hf_algorithms.train(TINY, ROWS, len, set=SMALL | {"run.seed": nested})
 
 
 @pytest.mark.parametrize(

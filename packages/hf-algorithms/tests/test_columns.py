@@ -92,11 +92,21 @@ def test_a_field_that_no_row_has_is_refused(tmp_path: Path, field: str, key: str
         load_rows(path, **{field: "a.b"})
 
 
-@pytest.mark.parametrize("value", [None, True])
-def test_a_prompt_without_a_text_is_not_called_absent(tmp_path: Path, value: object) -> None:
-    path = write(tmp_path, {"prompt": value, "answer": "a"}, {"prompt": value})
-    with pytest.raises(DataError, match=r"line 1: its 'prompt' holds no text, nor .*\. Give it a text or "):
-        load_rows(path)
+@pytest.mark.parametrize(
+    "records",
+    [
+        [{"prompt": None, "answer": "a"}],
+        [{"answer": "a"}, {"prompt": True}],
+        [{"answer": "a", "prompt": None}, {"prompt": None}],
+    ],
+)
+def test_a_prompt_without_a_text_is_not_called_absent(tmp_path: Path, records: list[dict[str, Any]]) -> None:
+    with pytest.raises(
+        DataError, match=r"line 1: no prompt stands .* 'prompt' holds no text, .*; the fields are "
+    ) as found:
+        load_rows(write(tmp_path, *records))
+    fields = str(found.value).rpartition("fields are ")[2]
+    assert "'prompt'" in fields and "'answer'" in fields
 
 
 def test_answers_may_be_absent_in_some_rows(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -60,3 +61,15 @@ def test_a_size_that_ray_refuses_is_not_tried_again(monkeypatch):
     asked, _, reason = start(monkeypatch, ValueError("too small"))
     assert asked.count("init") == 1 and asked[-1] == "shutdown"
     assert "the local Ray cluster did not start with" in reason and "too small" in reason
+
+
+@pytest.mark.parametrize("given", [None, "4000"])
+def test_a_user_sets_how_long_rays_processes_look_for_each_other(monkeypatch, given):
+    interval, attempts = "RAY_raylet_client_connect_timeout_milliseconds", "RAY_raylet_client_num_connect_attempts"
+    monkeypatch.delenv(attempts, raising=False)
+    monkeypatch.delenv(interval, raising=False)
+    if given:
+        monkeypatch.setenv(interval, given)
+    start(monkeypatch, None)
+    assert os.environ[interval] == (given or "20")
+    assert int(os.environ[interval]) * int(os.environ[attempts]) >= 10_000, "Ray's own looks take ten seconds in all"

@@ -11,6 +11,7 @@ import ray
 
 from fragile_workers import Fragile, build
 from hf_controller import RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
+from hf_controller.executors.ray import placement
 from hf_controller.executors.ray.placement import place
 from hf_protocols import (
     DP,
@@ -26,6 +27,35 @@ from hf_protocols import (
 
 TWO = Topology(ParallelSpec(dp_size=2))
 ONE = Topology(ParallelSpec())
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        (["PENDING", "PREPARED", "RESCHEDULING"], ""),
+        (["PENDING", "REMOVED"], "the placement group of its slots was removed"),
+        (["PENDING", ""], "the placement group of its slots was removed"),
+    ],
+)
+def test_a_pool_waits_for_its_placement_group_alone(ray_executor, monkeypatch, states, reason):
+    left, read = iter(states), placement.placement_group_table
+
+    def show(group):
+        state = next(left, None)
+        if state is None:
+            return read(group)
+        return {"state": state} if state else {}
+
+    monkeypatch.setattr(placement, "placement_group_table", show)
+    pool = ResourcePool([1], device="cpu")
+    if reason:
+        with pytest.raises(PoolError, match=reason):
+            place(pool, 60.0)
+        return
+    monkeypatch.setattr(placement.PlacementGroup, "wait", None)
+    placed = place(pool, 60.0)
+    assert next(left, None) is None and placed.on_one_machine
+    placed.remove()
 
 
 class Unbuildable(Worker):

@@ -213,7 +213,7 @@ class _Given:
 
     def sections(self, command: str) -> dict[str, Any]:
         """Sections without data and reward, of which some may be written to files."""
-        from hf_algorithms.config import build_new, read_sections, set_key
+        from hf_algorithms.config import build_new, read_sections, set_key, with_plain_scalars
 
         named = {"algorithm": self.algorithm} if isinstance(self.algorithm, Mapping) else self._name_algorithm()
         sections = {} if self.model is None else {"model": self._model_keys()}
@@ -225,7 +225,7 @@ class _Given:
             body = build_new(name, None, None, self.search_path())
             body = {section: keys for section, keys in body.items() if section not in ("model", "data")}
         for section, keys in {**named, **sections}.items():
-            body[section] = {**body.get(section, {}), **keys}
+            body[section] = {**body.get(section, {}), **with_plain_scalars(keys)}
         for key, value in self.changes.items():
             set_key(body, str(key), value, label="set")
         return body
@@ -237,18 +237,6 @@ class _Given:
 
     def _model_keys(self) -> dict[str, Any]:
         return dict(self.model) if isinstance(self.model, Mapping) else {"path": os.fspath(self.model)}
-
-
-def _as_written(value: Any) -> Any:
-    """The value with paths as texts, and numbers of NumPy as Python's own: a file of a configuration has no others."""
-    if isinstance(value, Mapping):
-        return {key: _as_written(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_as_written(each) for each in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    is_number = type(value).__module__ == "numpy" and value.ndim == 0
-    return value.item() if is_number else value
 
 
 def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
@@ -282,6 +270,7 @@ def _run(
     if output_dir is not None:
         run["output_dir"] = os.fspath(output_dir)
     run.setdefault("output_dir", str(_choose_folder(command)))
+    _check("run.output_dir", run["output_dir"], str, "a path")
     if "executor" not in run and is_notebook():
         run["executor"] = "in_process"
     directory = RunDirectory(Path(run["output_dir"]).expanduser(), overwrite=overwrite)
@@ -305,7 +294,7 @@ def _run(
                 if are_texts(given.dataset) and "function" in body["reward"]:
                     # Without answers the reward alone says how good a response is.
                     body["reward"].setdefault("metric", body["reward"]["function"])
-            config = parse_config(_as_written(body), search_path=given.search_path(), command=command)
+            config = parse_config(body, search_path=given.search_path(), command=command)
             summary = run_recipe(config, directory, search_path=given.search_path(), on_metrics=on_metrics)
     finally:
         inputs.close(is_used=directory.has_begun)
@@ -328,7 +317,7 @@ def _resume(
     values |= {"output_dir": output_dir, "overwrite": overwrite or None}
     if named := [name for name, value in values.items() if value is not None]:
         raise ConfigError(f"resume={show(os.fspath(run))}: takes what the run was started with. Leave out {named[0]}")
-    found = open_resumption(Path(run).expanduser(), _as_written(given.changes), given.allowed, command=command)
+    found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
     path = found.directory.path
     if found.is_finished:
         return _read_result(path)

@@ -26,7 +26,7 @@ from hf_algorithms.config._sections import (
     TrainingConfig,
     WarmStartConfig,
 )
-from hf_algorithms.config._writing import build_sections, format_toml
+from hf_algorithms.config._writing import build_sections, format_toml, with_plain_scalars
 
 __all__ = [
     "ClusterConfig",
@@ -59,4 +59,5 @@ __all__ = [
     "read_sections",
     "resolve_config",
     "set_key",
+    "with_plain_scalars",
 ]

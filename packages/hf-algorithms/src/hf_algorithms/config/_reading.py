@@ -19,7 +19,7 @@ from hf_algorithms.config._keys import config_keys, hint, hint_nested, list_unkn
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._secrets import check_secrets
 from hf_algorithms.config._sections import Config
-from hf_algorithms.config._writing import without_none
+from hf_algorithms.config._writing import with_plain_scalars, without_none
 from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES, AlgorithmConfig, Recipe, SupervisedRecipe, load_recipe
 from hf_algorithms.recipes.conventions import expand_conventions
 from hf_algorithms.url_secrets import hide_secrets
@@ -69,7 +69,7 @@ def read_sections(config: object) -> dict[str, Any]:
         if not isinstance(keys, Mapping | list):
             raise ConfigError(f"config: {section} = {show(keys)}: is not a section. Pass its keys and values")
     try:
-        return deepcopy(dict(config))
+        return {section: with_plain_scalars(keys) for section, keys in deepcopy(dict(config)).items()}
     except TypeError as error:  # of a lock, or another thing that is not data
         raise ConfigError(f"config: {error}. Give texts, numbers, and lists or mappings of them") from None
 
@@ -390,7 +390,7 @@ def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
     Args:
         body: the sections, which are changed.
         key: with dots between sections.
-        value: as TOML has it.
+        value: as TOML has it, or a path or a scalar of NumPy.
         label: of messages.
 
     Raises:
@@ -404,4 +404,4 @@ def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
         table = table.setdefault(each, {})
         if not isinstance(table, dict):
             raise ConfigError(f"{label}: {shorten(each)} is a value, not a section")
-    table[last] = value
+    table[last] = with_plain_scalars(value)

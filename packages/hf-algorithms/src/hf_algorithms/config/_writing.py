@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.recipes import SupervisedRecipe
@@ -13,7 +14,18 @@ from hf_protocols.toml import format_toml_value
 if TYPE_CHECKING:
     from hf_algorithms.config._sections import Config
 
-__all__ = ["build_sections", "find_switched_off", "find_used", "format_toml", "is_read", "without_none"]
+__all__ = [
+    "build_sections",
+    "find_switched_off",
+    "find_used",
+    "format_toml",
+    "is_read",
+    "with_plain_scalars",
+    "without_none",
+]
+
+_MOST_LEVELS = 64
+"""TOML's own bound is lower."""
 
 
 def format_toml(config: Config) -> str:
@@ -62,6 +74,24 @@ def find_switched_off(config: Config) -> Iterator[str]:
     for key, field in type(algorithm).model_fields.items():
         if getattr(algorithm, key) is None and usual.get(key, field.get_default(call_default_factory=True)) is not None:
             yield key
+
+
+def with_plain_scalars(value: Any, level: int = 0) -> Any:
+    """Returns the value with paths as strings, and scalars of NumPy as Python's booleans and numbers.
+
+    Deeper than TOML nests, and inside objects of other classes, everything stays as it is.
+    """
+    if level > _MOST_LEVELS:
+        return value
+    if type(value) is dict:
+        return {key: with_plain_scalars(each, level + 1) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_plain_scalars(each, level + 1) for each in value)
+    if isinstance(value, PurePath):
+        return str(value)
+    kind = getattr(getattr(value, "dtype", None), "kind", None)
+    is_number = isinstance(kind, str) and kind in "biuf" and getattr(value, "ndim", None) == 0
+    return value.item() if is_number else value
 
 
 def without_none(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,8 +121,8 @@ def find_columns(
         known = ", ".join(show(name) for tier in PROMPT_COLUMNS for name in tier)
         if empty := [show(name) for tier in PROMPT_COLUMNS for name in tier if name in names]:
             raise DataError(
-                f"{where}: its {empty[0]} holds no text, nor does that of the rows that follow. Give it a text or the "
-                "messages of a chat, or set data.prompt_field to the field with prompts"
+                f"{where}: no prompt stands in this row or the next ones: {empty[0]} holds no text, where it is there; "
+                f"the fields are {_list_fields(names)}. Fill it in, or set data.prompt_field"
             )
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
     answers = ANSWER_COLUMNS[::-1] if is_learned else ANSWER_COLUMNS
@@ -208,5 +208,9 @@ def _has_field(record: Mapping[str, Any], field: str) -> bool:
 
 
 def _describe_absent(names: Sequence[str], where: str) -> str:
-    there = (", ".join(shorten_list([show(name) for name in names])) or "none").replace("{", "{{").replace("}", "}}")
+    there = _list_fields(names).replace("{", "{{").replace("}", "}}")
     return f"{where.replace('{', '{{').replace('}', '}}')} has no field {{}}; its fields are {there}"
+
+
+def _list_fields(names: Sequence[str]) -> str:
+    return ", ".join(shorten_list([show(name) for name in names])) or "none"

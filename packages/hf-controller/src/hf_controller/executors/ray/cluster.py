@@ -42,9 +42,6 @@ _CONNECTION_LIMITS = ("grpc_keepalive_timeout_ms", "grpc_client_keepalive_timeou
 _PATIENCE_MS = 24 * 60 * 60 * 1000
 """Ray closes connections with a process that is stopped for 20 s, and then takes the process for dead. On one machine
 `ProcessWatch` sees which process ended."""
-_CONNECTING = {"raylet_client_connect_timeout_milliseconds": 20, "raylet_client_num_connect_attempts": 500}
-"""Ray's processes look 500 times for one that starts, every 20 ms. By default they look 10 times, every second, and the
-raylet looks too early for its own object store as a rule."""
 _MOST_STARTS = 2
 _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
@@ -100,7 +97,6 @@ class Cluster:
                     "prestart_worker_first_driver": False,
                     "enable_worker_prestart": False,
                     **dict.fromkeys(_CONNECTION_LIMITS, _PATIENCE_MS),
-                    **_CONNECTING,
                 },
             }
         with ExitStack() as undo:
@@ -349,6 +345,9 @@ def _set_environment() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ranks are what the machine is for; Ray has its workers yield to every other program, for minutes on a busy one.
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # A raylet often looks for its object store before that listens, and then waits: by default for a second, ten times.
+    os.environ.setdefault("RAY_raylet_client_connect_timeout_milliseconds", "20")
+    os.environ.setdefault("RAY_raylet_client_num_connect_attempts", "500")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Nobody reads all objects of a call that failed: the error of the call, or of its block, reports the failure once.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")

@@ -21,8 +21,9 @@ _SLOT_SHARE = 0.05
 """Part of a slot that one process takes, so that several actor groups fit on it."""
 
 _FIRST_SLICE_S = 0.002
+"""Before the second look at a placement group. Where slots are free, it has them after a few milliseconds."""
 _LONGEST_SLICE_S = 0.05
-"""Polls of a placement group: most exist after a few milliseconds, and a long wait does not flood Ray."""
+"""Between two looks of a long wait."""
 _NODE_LABEL = "ray.io/node-id"  # Ray gives it to every node
 
 
@@ -95,7 +96,10 @@ def place(
             group = placement_group(bundles, strategy="STRICT_PACK", bundle_label_selector=elsewhere)
             groups[machine] = group
             slice_s = _FIRST_SLICE_S
-            while not _is_ready(group):
+            # Ray's `wait` blocks signals, takes a timeout below a second as 0, and with 0 may find nothing for seconds.
+            while (state := _read_state(group)) != "CREATED":
+                if state == "REMOVED":
+                    raise PoolError(_describe(pool, unit, "the placement group of its slots was removed"))
                 time.sleep(slice_s)
                 slice_s = min(2 * slice_s, _LONGEST_SLICE_S)
                 if time.monotonic() > deadline_s:
@@ -105,11 +109,9 @@ def place(
     return PlacedPool(pool, [groups[machine] for machine in range(len(pool.slots))])
 
 
-def _is_ready(group: PlacementGroup) -> bool:
-    """Reads the group's state. Its own `wait` handles no signal meanwhile; it takes a timeout below a second as 0, with
-    which the answer is late as a rule, for seconds in a row.
-    """
-    return bool(placement_group_table(group)["state"] == "CREATED")
+def _read_state(group: PlacementGroup) -> str:
+    """Returns Ray's word for the state of a group; `REMOVED` for one that Ray does not know."""
+    return str(placement_group_table(group).get("state", "REMOVED"))
 
 
 def _remove(groups: Iterable[PlacementGroup]) -> None:
