@@ -109,7 +109,8 @@ class TablePolicy(Worker):
         writes=("old_logprobs",),
         kind="inference",
     )
-    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, keep_graph: bool = False) -> TensorDict:
+        del keep_graph
         return _shape(batch, "old_logprobs", _score(self._logits.detach(), batch, temperature))
 
     @register(protocol=THREE_D, returns="metrics", reads=(*SEQUENCE, "weight_version?"), kind="training")
@@ -177,7 +178,10 @@ class TableCritic(Worker):
         self._learning_rate = learning_rate
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
-    def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
+    def compute_values(
+        self, batch: TensorDict, *, scale: ValueScale | None = None, keep_graph: bool = False
+    ) -> TensorDict:
+        del keep_graph
         return _shape(batch, "values", (scale or ValueScale()).restore(self._look_up(batch).detach()))
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")

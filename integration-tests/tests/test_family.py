@@ -7,12 +7,14 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from algorithm_agreement import Sampled, build_body, compare, make_teacher, run_once
 
 from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.recipes import RECIPES
+from hf_engine.training.fsdp import FsdpBackend
 from hf_protocols import Dataflow
 from small_runs import Outcome
 
@@ -105,6 +107,42 @@ def test_an_entropy_bonus_trains_alike_on_two_ranks(addition_data: Path, tmp_pat
         found.append(run_once(body))
     compare(*found)
     assert found[0].metrics["actor/entropy"] > 0
+
+
+KEEPING = {
+    "ppo": (["lm", "value"], {}),
+    "ppo of trl": (["value"], {"conventions": "trl", "old_logprobs": "sampled"}),
+    "two mini-batches": ([], {"mini_batches": 2}),
+    "warm-up": (["value"], {"critic_warmup": 1}),
+    "safe_rlhf": (["lm", "value", "value"], {}),
+    "safe_rlhf with ptx": (["value", "value"], {"ptx_coefficient": 0.1}),
+    "grpo": (["lm"], {"old_logprobs": "recomputed", "entropy_coefficient": 0.5}),
+    "online_dpo": (["lm", "lm"], {"mini_batches": 2}),
+}
+"""Heads of the models whose updates go on from an earlier pass, in order, by algorithm and keys."""
+OF = {"ppo of trl": "ppo", "two mini-batches": "ppo", "warm-up": "ppo", "safe_rlhf with ptx": "safe_rlhf"}
+
+
+@pytest.mark.parametrize("case", KEEPING)
+def test_updates_that_go_on_from_a_pass_change_nothing(case: str, addition_data: Path, tmp_path: Path) -> None:
+    heads, keys = KEEPING[case]
+    taken: list[str] = []
+    take = FsdpBackend._take_kept
+
+    def note(backend: FsdpBackend, micro_batches: Any) -> Any:
+        found = take(backend, micro_batches)
+        if found is not None:
+            taken.append(backend._head)
+        return found
+
+    found = []
+    for output, may_keep in (("kept", FsdpBackend._may_keep), ("again", lambda *_: False)):
+        body = build_body(OF.get(case, case), addition_data, tmp_path / output, teacher=None, on_ray=False)
+        body["algorithm"] |= keys
+        with mock.patch.multiple(FsdpBackend, _take_kept=note, _may_keep=may_keep):
+            found.append(run_once(body))
+    compare(*found)
+    assert sorted(taken) == heads
 
 
 @pytest.mark.parametrize("name", RECIPES)

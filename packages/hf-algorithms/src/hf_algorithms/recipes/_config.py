@@ -79,6 +79,11 @@ class AlgorithmConfig(BaseModel):
         """True if a mini-batch holds all responses to a prompt or none."""
         return self.least_samples > 1
 
+    @property
+    def updates_at_once(self) -> bool:
+        """True if the first update of an iteration learns all of its rows."""
+        return self.mini_batches == 1
+
     def changes(self, key: str) -> bool:
         """True if `key` has another value than its default."""
         return bool(getattr(self, key) != type(self).model_fields[key].default)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from hf_algorithms.workers.calls import CriticCalls
     from hf_controller import BatchFuture
 
-__all__ = ["build_value_loss", "compute_values"]
+__all__ = ["build_value_loss", "compute_values", "trains_actor"]
 
 
 def compute_values(
@@ -21,7 +21,7 @@ def compute_values(
 ) -> BatchFuture:
     """Returns `values` of a critic, in the unit of rewards; with `reward_position = "after"` also `next_values`."""
     critic: CriticCalls = getattr(roles, role)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"keep_graph": config.updates_at_once}
     if config.normalize_values:
         from hf_algorithms.value_scale import ValueScale
 
@@ -58,6 +58,11 @@ def build_value_loss(
     after = add_returns(before, fresh)
     context.state[_key(role)] = after
     return ValueLoss(clip=config.value_clip, scale=ValueScale.of(after), old_scale=ValueScale.of(before))
+
+
+def trains_actor(config: CriticKeys, context: StepContext) -> bool:
+    """Returns False in the iterations in which the critic warms up."""
+    return not 0 < context.iteration <= config.critic_warmup
 
 
 def _key(role: str) -> str:

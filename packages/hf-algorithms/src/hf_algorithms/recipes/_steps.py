@@ -62,10 +62,17 @@ def score_uncounted(roles: Roles, batch: BatchFuture) -> BatchFuture:
     return roles.reward.compute_reward(batch, is_counted=False) if takes else roles.reward.compute_reward(batch)
 
 
-def add_old_logprobs(roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext) -> BatchFuture:
-    """Returns the batch with `old_logprobs`, unless they are taken from the update itself."""
+def add_old_logprobs(
+    roles: Roles, batch: BatchFuture, config: PolicyConfig, context: StepContext, *, trains_same: bool = True
+) -> BatchFuture:
+    """Returns the batch with `old_logprobs`, unless they are taken from the update itself.
+
+    With `trains_same` the iteration's first update learns these rows and no others, if it learns all of them.
+    """
     if config.old_source == "recomputed":
-        return batch.union(roles.actor.compute_logprobs(batch, temperature=context.sampling.temperature))
+        keeps = trains_same and config.updates_at_once
+        found = roles.actor.compute_logprobs(batch, temperature=context.sampling.temperature, keep_graph=keeps)
+        return batch.union(found)
     if config.old_source == "sampled":
         return batch.union(batch.select(["rollout_logprobs"]).rename({"rollout_logprobs": "old_logprobs"}))
     return batch

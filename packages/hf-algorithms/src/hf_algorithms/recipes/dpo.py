@@ -48,7 +48,7 @@ def step(roles: Roles, pairs: BatchFuture, config: DPOConfig, context: StepConte
 
     del context
     batch = pairs.union(roles.reference.compute_ref_logprobs(pairs))
-    batch = batch.union(roles.actor.compute_logprobs(pairs))
+    batch = batch.union(roles.actor.compute_logprobs(pairs, keep_graph=True))
     batch = batch.union(roles.advantage.compute_advantages(batch, PreferencePairs()))
     return [roles.actor.update_actor(batch, config.build_loss())]
 

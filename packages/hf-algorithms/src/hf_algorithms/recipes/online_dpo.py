@@ -48,7 +48,7 @@ def step(roles: Roles, prompts: BatchFuture, config: OnlineDPOConfig, context: S
     parts = min(config.mini_batches, prompts.num_rows)
     for rows in mini_batch_rows(batch.num_rows, parts, epochs=config.epochs, seed=context.seed, group_size=2):
         pairs = batch.rows(rows)
-        pairs = pairs.union(roles.actor.compute_logprobs(pairs, temperature=temperature))
+        pairs = pairs.union(roles.actor.compute_logprobs(pairs, temperature=temperature, keep_graph=True))
         pairs = pairs.union(roles.advantage.compute_advantages(pairs, PreferencePairs()))
         metrics.append(roles.advantage.compute_metrics(pairs, counts_responses=False, compares_sampler=False))
         metrics.append(roles.actor.update_actor(pairs, loss, temperature=temperature))

@@ -29,7 +29,7 @@ from hf_algorithms.recipes._config import (
     Share,
     WhitenKeys,
 )
-from hf_algorithms.recipes._critics import build_value_loss, compute_values
+from hf_algorithms.recipes._critics import build_value_loss, compute_values, trains_actor
 from hf_algorithms.recipes._recipe import Recipe, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
@@ -106,7 +106,8 @@ def step(
 ) -> Sequence[MetricsFuture | Mapping[str, float]]:
     """One iteration; it waits for metrics where `kl_target` or `kl_stop` reads them, and for a critic's new unit."""
     coefficient = context.state.get("kl_coefficient", config.kl_coefficient)
-    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
+    trains = trains_actor(config, context)
+    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context, trains_same=trains)
     batch = batch.union(compute_values(roles, batch, config, context))
     batch = add_ref_logprobs(roles, batch, config, context)
     batch = batch.union(roles.reward.compute_reward(batch))
@@ -116,7 +117,7 @@ def step(
     metrics = [found, *_update(roles, batch, config, context, coefficient)]
     if config.kl_target is None:
         return metrics
-    if _trains_actor(config, context):
+    if trains:
         context.state["kl_coefficient"] = _adapt(coefficient, config, found, batch.num_rows)
     return [*metrics, {"kl/coefficient": coefficient}]
 
@@ -149,18 +150,14 @@ def _update(
     policy_loss = build_policy_loss(
         config, build_clip(config), max_new_tokens=sampling.max_new_tokens, kl_coefficient=coefficient
     )
-    trains_actor = _trains_actor(config, context)
+    trains = trains_actor(config, context)
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
-        if trains_actor:
+        if trains:
             metrics.append(roles.actor.update_actor(rows, policy_loss, temperature=sampling.temperature))
             if config.kl_stop is not None and metrics[-1].result().get("actor/update_kl", 0.0) > config.kl_stop:
-                trains_actor = False
+                trains = False
     return metrics
-
-
-def _trains_actor(config: PPOConfig, context: StepContext) -> bool:
-    return not 0 < context.iteration <= config.critic_warmup
 
 
 def _adapt(coefficient: float, config: PPOConfig, metrics: MetricsFuture, num_samples: int) -> float:

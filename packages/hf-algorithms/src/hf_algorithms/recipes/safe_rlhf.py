@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from hf_algorithms.recipes._config import AggregationMode, ClipKeys, Coefficient, CriticKeys, PolicyConfig, Range
-from hf_algorithms.recipes._critics import build_value_loss, compute_values
+from hf_algorithms.recipes._critics import build_value_loss, compute_values, trains_actor
 from hf_algorithms.recipes._recipe import Recipe, Role, StepContext
 from hf_algorithms.recipes._roles import ACTOR, ADVANTAGE, COST_MODEL, CRITIC, REFERENCE, REWARD
 from hf_algorithms.recipes._steps import (
@@ -97,7 +97,8 @@ def step(roles: Roles, prompts: BatchFuture, config: SafeRLHFConfig, context: St
     """One iteration; it waits for the costs, which move the multiplier, and for nothing else."""
     from hf_algorithms.advantages import LagrangianAdvantage
 
-    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context)
+    trains_same = trains_actor(config, context) and not config.ptx_coefficient
+    batch = add_old_logprobs(roles, generate(roles, prompts, context), config, context, trains_same=trains_same)
     batch = batch.union(compute_values(roles, batch, config, context))
     of_costs = compute_values(roles, batch, config, context, role="cost_critic")
     batch = batch.union(of_costs.rename({"values": "cost_values"}))
@@ -135,7 +136,7 @@ def _move_multiplier(costs: Sequence[float], config: SafeRLHFConfig, context: St
     )
     before = context.state.get("multiplier", multiplier.start())
     state = multiplier.update(before, costs)
-    if not _trains_actor(config, context):
+    if not trains_actor(config, context):
         state |= {"value": before["value"], "above": []}
     context.state["multiplier"] = state
     found = {
@@ -155,7 +156,7 @@ def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: S
     for rows in mini_batches(roles, batch, config, context):
         metrics.append(roles.critic.update_critic(rows, value_loss))
         metrics.append(roles.cost_critic.update_critic(_read_costs(rows), cost_loss))
-        if not _trains_actor(config, context):
+        if not trains_actor(config, context):
             continue
         if config.ptx_coefficient:
             roles.actor.hold_pretraining(context.pretrain_rows(rows.num_rows))
@@ -165,10 +166,6 @@ def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: S
             )
         )
     return metrics
-
-
-def _trains_actor(config: SafeRLHFConfig, context: StepContext) -> bool:
-    return not 0 < context.iteration <= config.critic_warmup
 
 
 def _read_costs(batch: BatchFuture) -> BatchFuture:

@@ -162,14 +162,16 @@ class ActorWorker(PolicyWorker):
         kind="inference",
     )
     @on_device
-    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, keep_graph: bool = False) -> TensorDict:
         """`old_logprobs` of the response tokens, jagged [B, T], under the current weights.
 
         Log-probs that are not finite are refused here, before they reach the critic. If the engine's memory cannot be
         read, samples of the current weights prove, in every iteration, from which weights it generates: see
         `hf_engine.check_logprobs`. (The first samples were checked by the `HybridEngine`.)
+
+        `keep_graph` is that of `PolicyWorker.compute_logprobs`.
         """
-        found = self._compute_logprobs(batch, temperature)
+        found = self._compute_logprobs(batch, temperature, keep_graph=keep_graph)
         if "rollout_logprobs" in batch:
             self._judge(batch["rollout_logprobs"], found["old_logprobs"], batch, temperature)
         return found

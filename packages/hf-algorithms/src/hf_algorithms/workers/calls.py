@@ -31,7 +31,9 @@ class ActorCalls(Protocol):
     def generate_sequences(self, batch: BatchFuture, sampling: SamplingParams) -> BatchFuture:
         """See `ActorWorker.generate_sequences`."""
 
-    def compute_logprobs(self, batch: BatchFuture, *, temperature: float = 1.0) -> BatchFuture:
+    def compute_logprobs(
+        self, batch: BatchFuture, *, temperature: float = 1.0, keep_graph: bool = False
+    ) -> BatchFuture:
         """See `ActorWorker.compute_logprobs`."""
 
     def hold_pretraining(self, batch: BatchFuture) -> ObjectFuture:
@@ -46,11 +48,13 @@ class ActorCalls(Protocol):
 class CriticCalls(Protocol):
     """Calls of `CriticWorker`, of rewards or of costs."""
 
-    def compute_values(self, batch: BatchFuture, *, scale: ValueScale | None = None) -> BatchFuture:
+    def compute_values(
+        self, batch: BatchFuture, *, scale: ValueScale | None = None, keep_graph: bool = False
+    ) -> BatchFuture:
         """See `CriticWorker.compute_values`."""
 
     def compute_values_after(
-        self, batch: BatchFuture, *, max_tokens: int, scale: ValueScale | None = None
+        self, batch: BatchFuture, *, max_tokens: int, scale: ValueScale | None = None, keep_graph: bool = False
     ) -> BatchFuture:
         """See `CriticWorker.compute_values_after`."""
 

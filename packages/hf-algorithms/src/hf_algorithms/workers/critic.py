@@ -30,14 +30,17 @@ class CriticWorker(TrainedWorker):
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values",), kind="inference")
     @on_device
-    def compute_values(self, batch: TensorDict, *, scale: ValueScale | None = None) -> TensorDict:
+    def compute_values(
+        self, batch: TensorDict, *, scale: ValueScale | None = None, keep_graph: bool = False
+    ) -> TensorDict:
         """`values`, jagged [B, T]: the value before each response token was drawn, in the unit of rewards.
 
         Args:
             batch: prompts and responses.
             scale: between the model's output and values; None: they are the same.
+            keep_graph: as in `PolicyWorker.compute_logprobs`, for `update_critic`.
         """
-        found = self._train.compute_values(batch)
+        found = self._train.compute_values(batch, keep_graph=keep_graph)
         if scale is not None:
             found["values"] = scale.restore(found["values"])
         return found
@@ -45,7 +48,7 @@ class CriticWorker(TrainedWorker):
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("values", "next_values"), kind="inference")
     @on_device
     def compute_values_after(
-        self, batch: TensorDict, *, max_tokens: int, scale: ValueScale | None = None
+        self, batch: TensorDict, *, max_tokens: int, scale: ValueScale | None = None, keep_graph: bool = False
     ) -> TensorDict:
         """`values` as `compute_values`, and `next_values` float32 [B]: the value after the last token of a response.
 
@@ -53,9 +56,10 @@ class CriticWorker(TrainedWorker):
             batch: prompts and responses.
             max_tokens: a response of as many tokens has no room for one more value, which is NaN then.
             scale: as for `compute_values`.
+            keep_graph: as for `compute_values`.
         """
         has_room = find_room(batch, max_tokens)
-        found = self._train.compute_values(add_positions(batch, has_room))
+        found = self._train.compute_values(add_positions(batch, has_room), keep_graph=keep_graph)
         column = found["values"] if scale is None else scale.restore(found["values"])
         found["values"], found["next_values"] = split_positions(column, has_room)
         return found

@@ -23,13 +23,19 @@ class PolicyWorker(TrainedWorker):
 
     @register(protocol=THREE_D, reads=SEQUENCE, writes=("old_logprobs",), kind="inference")
     @on_device
-    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0) -> TensorDict:
+    def compute_logprobs(self, batch: TensorDict, *, temperature: float = 1.0, keep_graph: bool = False) -> TensorDict:
         """`old_logprobs` of the response tokens, jagged [B, T], under the current weights.
+
+        Args:
+            batch: prompts and responses.
+            temperature: divides the logits; give the sampler's.
+            keep_graph: says that the next update is on the same rows in the same order. Its forward pass may be this
+                one, which a rank with few tokens keeps for it.
 
         Raises:
             NonFiniteLossError: for log-probs that are not finite.
         """
-        return self._compute_logprobs(batch, temperature)
+        return self._compute_logprobs(batch, temperature, keep_graph=keep_graph)
 
     @register(protocol=THREE_D, returns="metrics", reads=SEQUENCE, kind="training")
     @on_device
@@ -53,8 +59,9 @@ class PolicyWorker(TrainedWorker):
             found = self._train.compute_logprobs(batch, temperature=temperature)
         return found.rename_key_("logprobs", "ref_logprobs")
 
-    def _compute_logprobs(self, batch: TensorDict, temperature: float) -> TensorDict:
-        found = self._train.compute_logprobs(batch, temperature=temperature).rename_key_("logprobs", "old_logprobs")
+    def _compute_logprobs(self, batch: TensorDict, temperature: float, *, keep_graph: bool) -> TensorDict:
+        found = self._train.compute_logprobs(batch, temperature=temperature, keep_graph=keep_graph)
+        found.rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):
             if steps := self._train.optimizer_steps:
                 cause = f"after {steps} optimizer steps: weights have diverged. Lower the learning rate"

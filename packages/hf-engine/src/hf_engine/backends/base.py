@@ -93,7 +93,13 @@ class TrainBackend(Protocol):
         ...
 
     def compute_logprobs(
-        self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
+        self,
+        batch: TensorDict,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top_k: int = 0,
+        keep_graph: bool = False,
     ) -> TensorDict:
         """Log-probs of the response tokens under the full distribution at `temperature`.
 
@@ -102,6 +108,9 @@ class TrainBackend(Protocol):
             temperature: divides the logits; give the sampler's.
             entropy: adds the entropy of every token's distribution, in nats.
             top_k: adds `top_ids` and `top_logprobs` of this many likeliest tokens, the likeliest first; 0: neither.
+            keep_graph: says that an update on the same rows follows before the weights change. A backend may keep the
+                forward pass for it, which then is not computed again. Results are the same. FSDP keeps the pass of a
+                single micro-batch, of at most a quarter of `micro_batch_tokens`; other updates drop it.
 
         Returns:
             Columns `logprobs` (and `entropy`), jagged float32, aligned with `response_ids`. `top_ids` int64 and
@@ -112,8 +121,13 @@ class TrainBackend(Protocol):
         """
         ...
 
-    def compute_values(self, batch: TensorDict) -> TensorDict:
-        """Column `values`, jagged float32: the value before each response token was drawn."""
+    def compute_values(self, batch: TensorDict, *, keep_graph: bool = False) -> TensorDict:
+        """Column `values`, jagged float32: the value before each response token was drawn.
+
+        Args:
+            batch: as of `compute_logprobs`.
+            keep_graph: as of `compute_logprobs`.
+        """
         ...
 
     def train_step(

@@ -78,7 +78,7 @@ def check_train_backend(
     - Log-probs (at two temperatures), entropies, the likeliest tokens or values are those of `reference`.
     - Five AdamW steps end at the parameters of the same steps in one process, under torch's schedulers, at any token
       budget. Their loss reads entropies and log-probs of candidates as well. They are whole, or `forward_backward` of
-      two halves of the rows and `optim_step`.
+      two halves of the rows and `optim_step`. Before a whole one its rows are scored with `keep_graph`.
     - A step without gradients, or with those of a failed call, is refused.
     - A non-finite loss is refused on every rank and leaves the weights alone.
     - What was offloaded is refused, and comes back bit for bit.
@@ -224,7 +224,9 @@ class _TrainLaws:
         )
         for step, rate in enumerate(self._rates[:_NUM_STEPS], 1):
             expected_norm = self._reference_step(reference, optimizer, rate)
-            metrics = self._step_in_halves(backend) if step % 2 == 0 else self._step(backend)
+            if step % 2:
+                self._score(backend, keep_graph=True)
+            metrics = self._step(backend) if step % 2 else self._step_in_halves(backend)
             _close(metrics["grad_norm"], expected_norm, 1e-3 * expected_norm, f"gradient norm of step {step}")
             _close(metrics["learning_rate"], rate, 1e-12, f"learning rate of step {step}")
             counted = backend.sum_over_data([metrics["tokens"][0]])[0] if "tokens" in metrics else 0.0
@@ -285,7 +287,7 @@ class _TrainLaws:
         self._step(backend)
         onwards = gather_weights(backend, self._topology)
         files = _on_all_ranks(backend.finish_state())
-        self._score(backend)  # leftovers of scoring must not hide the load that follows
+        self._score(backend, keep_graph=True)  # leftovers of scoring must not hide the load that follows
         loaded = backend.load_state(directory / "state", files=files)
         assert loaded.notice is None, f"the layout of the save is that of the load, but {loaded.notice}"
         assert loaded.weight_version == 3, f"weight version {loaded.weight_version} in a state saved with 3"
@@ -311,8 +313,9 @@ class _TrainLaws:
         with torch.no_grad():
             return [(reference_outputs(reference, prompt, response), response) for prompt, response in pairs]
 
-    def _score(self, backend: TrainBackend) -> None:
-        _ = backend.compute_values(self._local) if self._head == "value" else backend.compute_logprobs(self._local)
+    def _score(self, backend: TrainBackend, *, keep_graph: bool = False) -> None:
+        compute = backend.compute_values if self._head == "value" else backend.compute_logprobs
+        compute(self._local, keep_graph=keep_graph)
 
     def _step(self, backend: TrainBackend, loss: LossFunction | None = None) -> Metrics:
         more = self._head == "lm"

@@ -27,7 +27,8 @@ def agree_on_micro_batches(
     enough_tokens: int | None = None,
     replicas: Sequence[int] | None = None,
     arguments: Mapping[str, object] | None = None,
-) -> tuple[SequenceBatch, list[MicroBatch]]:
+    kept: tuple[SequenceBatch, Sequence[MicroBatch]] | None = None,
+) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
 
     At least one micro-batch, on every rank.
@@ -42,6 +43,8 @@ def agree_on_micro_batches(
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
         arguments: by name, what else all ranks are given alike; of a function its name counts.
+        kept: rows of an earlier pass, and its micro-batches with dummies. These micro-batches are returned themselves
+            if every rank has the rows of its own earlier pass.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
@@ -50,7 +53,9 @@ def agree_on_micro_batches(
     """
     with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()
-        micro_batches = sequences.micro_batches(max_tokens, enough_tokens)
+        differs = kept is None or not sequences.has_rows_of(kept[0])
+        micro_batches = sequences.micro_batches(max_tokens, enough_tokens) if kept is None or differs else kept[1]
+        micro_batches = [each for each in micro_batches if len(each.rows)]
         given = {name: _described(value) for name, value in (arguments or {}).items()}
         agreement.number = crc32(repr(given).encode())
         digest = sequences.digest() if replicas else 0
@@ -58,13 +63,15 @@ def agree_on_micro_batches(
         _refuse_other_arguments(given, group)
     num_micro_batches, *digests = len(micro_batches), *_by_replica(digest, replicas or (), group)
     if dist.get_world_size(group) > 1:
-        agreed = torch.tensor([num_micro_batches, *digests], device=device)
+        agreed = torch.tensor([num_micro_batches, differs, *digests], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        num_micro_batches, *digests = agreed.tolist()
+        num_micro_batches, differs, *digests = agreed.tolist()
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
         _refuse_other_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
+    if kept is not None and not differs:
+        return sequences, kept[1]
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
     return sequences, micro_batches + dummies
 

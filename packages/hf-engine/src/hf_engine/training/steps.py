@@ -138,7 +138,7 @@ class TrainSteps(KeepsState):
         *,
         needs_rows: bool,
         loss_fn: LossFunction | None = None,
-    ) -> tuple[SequenceBatch, list[MicroBatch]]:
+    ) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
         """This rank's rows, and as many micro-batches as every other rank has."""
 
     @abstractmethod

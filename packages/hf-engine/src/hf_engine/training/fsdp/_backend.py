@@ -9,6 +9,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -34,6 +35,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import check_directory, write_directory
+from hf_engine.training.fsdp._kept_pass import KeptPass, is_small
 from hf_engine.training.fsdp._model import (
     check_same_shapes,
     forward_tokens,
@@ -50,7 +52,7 @@ from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, find_eno
 from hf_engine.training.offload import OffloadedMemory
 from hf_engine.training.optimizer import ShardedAdamW, local_shard
 from hf_engine.training.outputs import OutputRequest, TokenColumn
-from hf_engine.training.steps import TrainSteps, require_trainable
+from hf_engine.training.steps import StepOptimizer, TrainSteps, require_trainable
 from hf_protocols.errors import BackendError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
@@ -97,6 +99,7 @@ class FsdpBackend(TrainSteps):
         self._optimizer = ShardedAdamW(self._parameters.values(), config) if trainable else None
         self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
+        self._kept: KeptPass | None = None
 
     @classmethod
     def build(
@@ -154,6 +157,7 @@ class FsdpBackend(TrainSteps):
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
         self._offloaded.require_weights("local_weights")
+        self._drop_kept()  # a transition takes their memory, or others write to them
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, self._shards(), first_rows)
 
@@ -166,17 +170,23 @@ class FsdpBackend(TrainSteps):
         return [shard for shard in self._shards().values() if not shard.numel()]
 
     def compute_logprobs(
-        self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
+        self,
+        batch: TensorDict,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top_k: int = 0,
+        keep_graph: bool = False,
     ) -> TensorDict:
         """Columns `logprobs` and more of the response tokens; see `TrainBackend.compute_logprobs`."""
         require_head(self._head, "lm", "compute_logprobs")
         request = OutputRequest(temperature=temperature, entropy=entropy, top_k=top_k)
-        return self._score(batch, request, request.columns())
+        return self._score(batch, request, request.columns(), keep_graph=keep_graph)
 
-    def compute_values(self, batch: TensorDict) -> TensorDict:
+    def compute_values(self, batch: TensorDict, *, keep_graph: bool = False) -> TensorDict:
         """Column `values`; see `TrainBackend.compute_values`."""
         require_head(self._head, "value", "compute_values")
-        return self._score(batch, OutputRequest(), {"values": TokenColumn()})
+        return self._score(batch, OutputRequest(), {"values": TokenColumn()}, keep_graph=keep_graph)
 
     def compute_scores(self, batch: TensorDict) -> TensorDict:
         """Column `scores`; see `SupportsScores`."""
@@ -230,6 +240,7 @@ class FsdpBackend(TrainSteps):
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up moments and gradients; the weights are the float32 masters. See `TrainBackend.offload`."""
+        self._drop_kept()
         states = [] if self._optimizer is None else list(self._optimizer.moments())
         if self._optimizer is not None and self._waiting.calls:
             states += self._optimizer.gradients()
@@ -244,6 +255,7 @@ class FsdpBackend(TrainSteps):
 
     def close(self) -> None:
         """Frees weights, gradients and optimizer state."""
+        self._kept = None
         closed = cast("Any", Closed())
         self._model = self._root = self._parameters = self._optimizer = self._offloaded = self._file_names = closed
         gc.collect()  # FSDP's hooks and modules refer to each other
@@ -269,17 +281,55 @@ class FsdpBackend(TrainSteps):
     def _dtype(self) -> torch.dtype:
         return next(iter(self._parameters.values())).dtype
 
-    def _score(self, batch: TensorDict, request: OutputRequest, kinds: Mapping[str, TokenColumn]) -> TensorDict:
+    def _score(
+        self,
+        batch: TensorDict,
+        request: OutputRequest,
+        kinds: Mapping[str, TokenColumn],
+        *,
+        keep_graph: bool = False,
+    ) -> TensorDict:
         self._offloaded.require_weights("scoring")
         sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
+        keeps = keep_graph and self._may_keep(micro_batches)
+        if keep_graph:
+            self._drop_kept()
+        if keeps and self._head == "lm":
+            request = replace(request, entropy=True)  # which losses of a policy report
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
-        with torch.no_grad(), ExitStack() as end:
+        with torch.set_grad_enabled(keeps), ExitStack() as end:
             # Without a backward pass the root would keep the gathered weights, and miss a later load.
             end.callback(self._root.reshard)
             for micro_batch in micro_batches:
-                for name, output in self._forward(micro_batch, request=request).items():
-                    parts[name].append((micro_batch, output))
+                outputs = self._forward(micro_batch, request=request)
+                for name in kinds:
+                    parts[name].append((micro_batch, outputs[name].detach()))
+                if keeps:
+                    self._kept = KeptPass(sequences, micro_batches, request, self.weight_changes, outputs)
+                    end.pop_all()
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
+
+    def _may_keep(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """Returns True if an update can go on from a pass on these, and what it holds until then is little."""
+        return self._optimizer is not None and is_small(micro_batches, self._config.micro_batch_tokens)
+
+    def _take_kept(self, micro_batches: Sequence[MicroBatch]) -> Mapping[str, torch.Tensor] | None:
+        """The outputs of the kept pass if it was on these, which all ranks know alike; drops another one."""
+        kept = self._kept
+        if kept is None or micro_batches is not kept.micro_batches:
+            self._drop_kept()
+            return None
+        self._kept = None
+        return kept.outputs
+
+    def _drop_kept(self) -> None:
+        if self._kept is not None:
+            self._kept = None
+            self._root.reshard()  # else weights that the pass gathered would hide a later change
+
+    def _drop_gradients(self, optimizer: StepOptimizer | None) -> None:
+        self._drop_kept()
+        super()._drop_gradients(optimizer)
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
         """Outputs at the response tokens [b, T], or one score for each sequence."""
@@ -301,10 +351,11 @@ class FsdpBackend(TrainSteps):
         *,
         is_first: bool,
     ) -> None:
+        kept = self._take_kept(micro_batches)
         with self._accumulating(is_first=is_first):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
-                outputs = self._forward(micro_batch, request=request)
+                outputs = self._forward(micro_batch, request=request) if kept is None else kept
                 torch.autograd.backward(loss.of(micro_batch, outputs) / denominator)
 
     @contextmanager
@@ -341,7 +392,7 @@ class FsdpBackend(TrainSteps):
         *,
         needs_rows: bool,
         loss_fn: LossFunction | None = None,
-    ) -> tuple[SequenceBatch, list[MicroBatch]]:
+    ) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
         del loss_fn  # ranks of their own rows may have losses of their own
 
         def prepare() -> SequenceBatch:
@@ -353,6 +404,8 @@ class FsdpBackend(TrainSteps):
 
         # With `shard="layer"` every micro-batch gathers every layer.
         gathers = self._config.shard == "layer" and len(self._ranks) > 1
+        kept = self._kept
+        serves = kept is not None and kept.serves(request, self.weight_changes)
         return agree_on_micro_batches(
             prepare,
             self._config.micro_batch_tokens,
@@ -361,6 +414,7 @@ class FsdpBackend(TrainSteps):
             needs_rows=needs_rows,
             enough_tokens=None if gathers else find_enough_tokens(self._device),
             arguments={"temperature": request.temperature, "denominator": denominator},
+            kept=(kept.sequences, kept.micro_batches) if kept is not None and serves else None,
         )
 
     def _measure(self, loss: float) -> tuple[float, float]:

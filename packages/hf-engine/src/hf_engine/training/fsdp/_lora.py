@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from hf_protocols.errors import BackendError
 
 if TYPE_CHECKING:
     from hf_engine.resharding.layouts import WeightLayout
+    from hf_engine.training.micro_batches import MicroBatch
 
 __all__ = ["AdaptedFsdpBackend"]
 
@@ -47,7 +48,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
 
     def __init__(self, model: Any, **options: Any) -> None:
         super().__init__(model, **options)
-        self._is_apart = False
+        self._is_apart = self._is_base = False
         self._base_digest: str | None = None
         self._adapter_changes = 0
         self._adapted = adapted_weights(list(self._parameters))
@@ -77,6 +78,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         if self._is_apart:
             return super().local_weights()
         self._offloaded.require_weights("local_weights")
+        self._drop_kept()
         layout, shards = self._whole_model()
         first_rows = {name: box.offset[0] for name, (box,) in layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, shards, first_rows)
@@ -84,8 +86,12 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
         """Inside, scoring is the base's."""
-        with adapters_off(self._model):
-            yield
+        self._is_base = True
+        try:
+            with adapters_off(self._model):
+                yield
+        finally:
+            self._is_base = False
 
     @contextmanager
     def perturbed_adapters(self, *, seed: int, std: float) -> Iterator[None]:
@@ -107,6 +113,10 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
             for name, values in kept.items():
                 self._shards()[name].copy_(values)
             self._note_adapter_change()
+
+    def _may_keep(self, micro_batches: Sequence[MicroBatch]) -> bool:
+        """As of whole weights; not where an update passes other inputs, or other weights."""
+        return not self.lora.dropout and not self._is_base and super()._may_keep(micro_batches)
 
     def _add_gradients(self, *arguments: Any, **options: Any) -> None:
         """As of whole weights; adapters drop inputs, which differ by step, call and rank."""

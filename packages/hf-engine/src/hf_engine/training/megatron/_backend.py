@@ -142,18 +142,27 @@ class MegatronBackend(TrainSteps):
         return self._stage.local_weights()
 
     def compute_logprobs(
-        self, batch: TensorDict, *, temperature: float = 1.0, entropy: bool = False, top_k: int = 0
+        self,
+        batch: TensorDict,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        top_k: int = 0,
+        keep_graph: bool = False,
     ) -> TensorDict:
         """Columns `logprobs` and more of the response tokens; see `TrainBackend.compute_logprobs`.
 
-        With `top_k` the output layer is computed twice.
+        With `top_k` the output layer is computed twice. No graph is kept: Megatron's schedules pass forward and
+        backward in one.
         """
+        del keep_graph
         self._require_head("lm", "compute_logprobs")
         request = OutputRequest(temperature=temperature, entropy=entropy, top_k=top_k)
         return self._score(batch, request, request.columns())
 
-    def compute_values(self, batch: TensorDict) -> TensorDict:
-        """Column `values`; see `TrainBackend.compute_values`."""
+    def compute_values(self, batch: TensorDict, *, keep_graph: bool = False) -> TensorDict:
+        """Column `values`; see `TrainBackend.compute_values`. No graph is kept."""
+        del keep_graph
         self._require_head("value", "compute_values")
         return self._score(batch, OutputRequest(), {"values": TokenColumn()})
 
@@ -247,7 +256,7 @@ class MegatronBackend(TrainSteps):
         *,
         needs_rows: bool,
         loss_fn: LossFunction | None = None,
-    ) -> tuple[SequenceBatch, list[MicroBatch]]:
+    ) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
 
         def prepare() -> SequenceBatch:
             _check.number("denominator", denominator)

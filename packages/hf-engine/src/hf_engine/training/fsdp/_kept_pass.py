@@ -1,0 +1,41 @@
+"""A forward pass that scored a batch, kept with its graph until the update on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
+from hf_engine.training.outputs import OutputRequest
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KeptPass", "is_small"]
+
+_SHARE = 4
+"""Passes that together hold what one micro-batch may: those of an actor, two critics, and the one that is computed."""
+
+
+class KeptPass(NamedTuple):
+    """A pass on a single micro-batch."""
+
+    sequences: SequenceBatch
+    micro_batches: Sequence[MicroBatch]
+    request: OutputRequest
+    weight_changes: int
+    """Of the backend when it was computed."""
+    outputs: Mapping[str, torch.Tensor]
+    """Of the model, with the graph."""
+
+    def serves(self, request: OutputRequest, weight_changes: int) -> bool:
+        """Returns True if it has what a pass that is asked for now would compute of the same rows."""
+        if self.weight_changes != weight_changes or request.entropy > self.request.entropy:
+            return False
+        return replace(self.request, entropy=request.entropy) == request
+
+
+def is_small(micro_batches: Sequence[MicroBatch], most_tokens: int) -> bool:
+    """Returns True for a single micro-batch of at most a quarter of `most_tokens` tokens, padding included."""
+    return len(micro_batches) == 1 and micro_batches[0].input_ids.numel() * _SHARE <= most_tokens
