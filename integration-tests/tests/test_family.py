@@ -129,8 +129,8 @@ def test_updates_that_go_on_from_a_pass_change_nothing(case: str, addition_data:
     taken: list[str] = []
     take = FsdpBackend._take_kept
 
-    def note(backend: FsdpBackend, micro_batches: Any) -> Any:
-        found = take(backend, micro_batches)
+    def note(backend: FsdpBackend, *arguments: Any) -> Any:
+        found = take(backend, *arguments)
         if found is not None:
             taken.append(backend._head)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -64,8 +65,9 @@ class Counted:
         return found
 
 
-def rows_of_rank():
-    return select_rows(build_batch(NUM_ROWS, vocab_size=64), range(dist.get_rank(), NUM_ROWS, dist.get_world_size()))
+def rows_of_rank(seed=0):
+    batch = build_batch(NUM_ROWS, vocab_size=64, seed=seed)
+    return select_rows(batch, range(dist.get_rank(), NUM_ROWS, dist.get_world_size()))
 
 
 def check_close(found, expected):
@@ -132,21 +134,21 @@ def test_a_rank_without_rows_keeps_in_step(ranks2, model, shard):
     assert ranks2.run(with_empty_rank, model, shard) == [(1, True), (1, False)]
 
 
-def step(counted, batch):
-    counted.update(batch)
+def step(counted, batch, other):
+    counted.update(rows_of_rank(seed=1))
     counted.backend.optim_step()
 
 
-def reload_model(counted, batch, model):
-    counted.backend.load_hf(model)
+def load_other(counted, batch, other):
+    counted.backend.load_hf(other)
 
 
-def offload(counted, batch):
+def offload(counted, batch, other):
     counted.backend.offload(weights=True)
     counted.backend.reload()
 
 
-def fail(counted, batch):
+def fail(counted, batch, other):
     with pytest.raises(ValueError, match=r"^a loss that fails"):
         counted.backend.forward_backward(batch, raise_error, 1.0, temperature=0.7)
 
@@ -157,58 +159,61 @@ def raise_error(outputs, micro_batch):
 
 BETWEEN = {
     "another batch was learned": step,
-    "a file was loaded": reload_model,
+    "another model was loaded": load_other,
     "everything was offloaded": offload,
     "a loss failed": fail,
 }
 
 
-def update_after(model, between, shard):
+def update_after(model, other, between, shard):
     kept, plain = (Counted(model, shard=shard) for _ in range(2))
-    batch, arguments = rows_of_rank(), (model,) if BETWEEN[between] is reload_model else ()
+    batch = rows_of_rank()
     kept.score(batch, keep_graph=True)
     for each in (kept, plain):
-        BETWEEN[between](each, batch, *arguments)
+        BETWEEN[between](each, batch, other)
+    assert kept.backend._kept is None
+    check_close(kept.score(batch), plain.score(batch))
     before = kept.num_passes, plain.num_passes
     check_close(kept.update(batch), plain.update(batch))
     return kept.num_passes - before[0], plain.num_passes - before[1]
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-def test_a_pass_is_dropped_when(ranks1, ranks2, model, between):
-    found = [*ranks1.run(update_after, model, between, "root")]
+def test_a_pass_is_dropped_when(ranks1, ranks2, model, tmp_path, between):
+    other = write_tiny_model(tmp_path / "other", seed=7)
+    found = [*ranks1.run(update_after, model, other, between, "root")]
     for shard in ("root", "layer"):
-        found += ranks2.run(update_after, model, between, shard)
+        found += ranks2.run(update_after, model, other, between, shard)
     assert all(passes == again > 0 for passes, again in found), found
+
+
+def reverse(batch):
+    return select_rows(batch, list(range(len(batch)))[::-1])
 
 
 def update_differently(model, change):
     """Passes of an update that does not fit the pass that was kept."""
-    limit = {"micro_batch_tokens": 64} if change == "budget" else {}
-    lora = {"lora": replace(LORA, dropout=0.5 if change == "dropout" else 0.0)}
-    adapted = lora if change in ("dropout", "base") else {}
-    kept, plain = (Counted(model, **limit, **adapted) for _ in range(2))
-    batch = rows_of_rank()
-    if change == "base":
-        with kept.backend.adapters_off():
-            kept.score(batch, keep_graph=True)
-    else:
+    changes = {
+        "budget": {"micro_batch_tokens": 64},
+        "dropout": {"lora": replace(LORA, dropout=0.5)},
+        "base": {"lora": LORA},
+    }
+    kept, plain = (Counted(model, **changes.get(change, {})) for _ in range(2))
+    batch, options = rows_of_rank(), {"temperature": 0.9} if change == "temperature" else {}
+    with ExitStack() as inside:
+        if change == "base":
+            inside.enter_context(kept.backend.adapters_off())
+        if change == "inference mode":
+            inside.enter_context(torch.inference_mode())
         kept.score(batch, keep_graph=True)
-    before, options = kept.num_passes, {}
-    if change == "temperature":
-        options = {"temperature": 0.9}
-    if change == "rows":
-        batch = select_rows(batch, list(range(len(batch)))[::-1])
-    if change == "one rank's rows" and dist.get_rank() == 1:
-        batch = select_rows(batch, list(range(len(batch)))[::-1])
-    if change == "scored":
-        kept.score(batch)
-        before += 1
+    if change == "rows" or (change == "one rank's rows" and dist.get_rank() == 1):
+        batch = reverse(batch)
+    before = kept.num_passes
     check_close(kept.update(batch, **options), plain.update(batch, **options))
     return kept.num_passes - before
 
 
-@pytest.mark.parametrize("change", ["temperature", "rows", "budget", "dropout", "base"])
+@pytest.mark.parametrize("change", ["temperature", "rows", "budget", "dropout", "base", "inference mode"])
 def test_another_update_computes_its_own_pass(ranks1, model, change):
     assert ranks1.run(update_differently, model, change) == [1]
 
@@ -217,9 +222,47 @@ def test_ranks_compute_again_if_one_has_other_rows(ranks2, model):
     assert ranks2.run(update_differently, model, "one rank's rows") == [1, 1]
 
 
-def test_scoring_in_between_leaves_the_pass(ranks1, ranks2, model):
-    assert ranks1.run(update_differently, model, "scored") == [0]
-    assert ranks2.run(update_differently, model, "scored") == [0, 0]
+def update_without_entropy(model):
+    """The loss sees what it asks for, though the kept pass has more."""
+    kept, plain = (Counted(model) for _ in range(2))
+    batch = rows_of_rank()
+    kept.score(batch, keep_graph=True)
+    check_close(kept.update(batch, entropy=False), plain.update(batch, entropy=False))
+    return kept.num_passes
+
+
+def test_a_loss_sees_no_output_that_it_did_not_ask_for(ranks1, model):
+    assert ranks1.run(update_without_entropy, model) == [1]
+
+
+def score_between(model, shard, is_uneven):
+    """Scores of the adapters, of the base, and of drawn adapters, between a kept pass and its update."""
+    kept, plain = (Counted(model, shard=shard, lora=LORA, micro_batch_tokens=512) for _ in range(2))
+    # With 128 tokens a quarter is full: the first rank keeps its pass and the second does not.
+    batch = build_batch(2 if dist.get_rank() == 0 or not is_uneven else 40, vocab_size=64, seed=dist.get_rank())
+    kept.score(batch, keep_graph=True)
+    has_kept = kept.backend._kept is not None
+    check_close(kept.score(batch), plain.score(batch))
+    with kept.backend.adapters_off(), plain.backend.adapters_off():
+        check_close(kept.score(batch), plain.score(batch))
+    before = kept.num_passes
+    check_close(kept.update(batch), plain.update(batch))
+    passes = kept.num_passes - before
+    kept.score(batch, keep_graph=True)
+    with (
+        kept.backend.perturbed_adapters(seed=3, std=1.0),
+        plain.backend.perturbed_adapters(seed=3, std=1.0),
+    ):
+        check_close(kept.score(batch), plain.score(batch))
+    check_close(kept.update(batch), plain.update(batch))
+    return has_kept, passes
+
+
+@pytest.mark.parametrize("shard", ["root", "layer"])
+def test_scores_in_between_are_those_of_their_own_weights(ranks1, ranks2, model, shard):
+    assert ranks1.run(score_between, model, shard, False) == [(True, 0)]
+    assert ranks2.run(score_between, model, shard, False) == [(True, 0), (True, 0)]
+    assert ranks2.run(score_between, model, shard, True) == [(True, 1), (False, 1)]
 
 
 def update_after_generation(model, training_weights, changes):

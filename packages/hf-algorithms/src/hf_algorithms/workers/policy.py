@@ -29,8 +29,8 @@ class PolicyWorker(TrainedWorker):
         Args:
             batch: prompts and responses.
             temperature: divides the logits; give the sampler's.
-            keep_graph: says that the next update is on the same rows in the same order. Its forward pass may be this
-                one, which a rank with few tokens keeps for it.
+            keep_graph: says that the next update is on the same rows in the same order. If every rank has few tokens,
+                the update goes on from this pass, which is kept for it.
 
         Raises:
             NonFiniteLossError: for log-probs that are not finite.
@@ -60,7 +60,8 @@ class PolicyWorker(TrainedWorker):
         return found.rename_key_("logprobs", "ref_logprobs")
 
     def _compute_logprobs(self, batch: TensorDict, temperature: float, *, keep_graph: bool) -> TensorDict:
-        found = self._train.compute_logprobs(batch, temperature=temperature, keep_graph=keep_graph)
+        keeps = keep_graph and not self._offload  # which would drop it
+        found = self._train.compute_logprobs(batch, temperature=temperature, keep_graph=keeps)
         found.rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):
             if steps := self._train.optimizer_steps:

@@ -109,8 +109,9 @@ class TrainBackend(Protocol):
             entropy: adds the entropy of every token's distribution, in nats.
             top_k: adds `top_ids` and `top_logprobs` of this many likeliest tokens, the likeliest first; 0: neither.
             keep_graph: says that an update on the same rows follows before the weights change. A backend may keep the
-                forward pass for it, which then is not computed again. Results are the same. FSDP keeps the pass of a
-                single micro-batch, of at most a quarter of `micro_batch_tokens`; other updates drop it.
+                forward pass for it, which then is not computed again. Results are the same. `fsdp` keeps the pass of a
+                single micro-batch, of at most a quarter of `micro_batch_tokens`, until the next update or the next pass
+                with `keep_graph`; a transition, an offload and other weights drop it.
 
         Returns:
             Columns `logprobs` (and `entropy`), jagged float32, aligned with `response_ids`. `top_ids` int64 and

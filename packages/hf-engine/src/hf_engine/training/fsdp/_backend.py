@@ -157,7 +157,7 @@ class FsdpBackend(TrainSteps):
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
         self._offloaded.require_weights("local_weights")
-        self._drop_kept()  # a transition takes their memory, or others write to them
+        self._kept = None  # a transition takes their memory, or others write to them
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, self._shards(), first_rows)
 
@@ -240,7 +240,7 @@ class FsdpBackend(TrainSteps):
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up moments and gradients; the weights are the float32 masters. See `TrainBackend.offload`."""
-        self._drop_kept()
+        self._kept = None
         states = [] if self._optimizer is None else list(self._optimizer.moments())
         if self._optimizer is not None and self._waiting.calls:
             states += self._optimizer.gradients()
@@ -293,12 +293,13 @@ class FsdpBackend(TrainSteps):
         sequences, micro_batches = self._agreed_micro_batches(batch, request, 1.0, needs_rows=False)
         keeps = keep_graph and self._may_keep(micro_batches)
         if keep_graph:
-            self._drop_kept()
+            self._kept = None
         if keeps and self._head == "lm":
-            request = replace(request, entropy=True)  # which losses of a policy report
+            request = replace(request, entropy=True)  # which most losses of a policy report
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
         with torch.set_grad_enabled(keeps), ExitStack() as end:
-            # Without a backward pass the root would keep the gathered weights, and miss a later load.
+            # The root would keep the gathered weights, and miss a later load. The backward pass of a kept graph gathers
+            # them again: ranks that did not keep theirs, because they have more tokens, are as far then.
             end.callback(self._root.reshard)
             for micro_batch in micro_batches:
                 outputs = self._forward(micro_batch, request=request)
@@ -306,29 +307,20 @@ class FsdpBackend(TrainSteps):
                     parts[name].append((micro_batch, outputs[name].detach()))
                 if keeps:
                     self._kept = KeptPass(sequences, micro_batches, request, self.weight_changes, outputs)
-                    end.pop_all()
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
 
     def _may_keep(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns True if an update can go on from a pass on these, and what it holds until then is little."""
-        return self._optimizer is not None and is_small(micro_batches, self._config.micro_batch_tokens)
+        has_graph = self._optimizer is not None and not torch.is_inference_mode_enabled()
+        return has_graph and is_small(micro_batches, self._config.micro_batch_tokens)
 
-    def _take_kept(self, micro_batches: Sequence[MicroBatch]) -> Mapping[str, torch.Tensor] | None:
-        """The outputs of the kept pass if it was on these, which all ranks know alike; drops another one."""
-        kept = self._kept
-        if kept is None or micro_batches is not kept.micro_batches:
-            self._drop_kept()
-            return None
-        self._kept = None
-        return kept.outputs
-
-    def _drop_kept(self) -> None:
-        if self._kept is not None:
-            self._kept = None
-            self._root.reshard()  # else weights that the pass gathered would hide a later change
+    def _take_kept(self, micro_batches: Sequence[MicroBatch], request: OutputRequest) -> dict[str, torch.Tensor] | None:
+        """The requested outputs of the kept pass if it was on these, which all ranks know alike; drops another one."""
+        kept, self._kept = self._kept, None
+        return kept.select(request) if kept is not None and micro_batches is kept.micro_batches else None
 
     def _drop_gradients(self, optimizer: StepOptimizer | None) -> None:
-        self._drop_kept()
+        self._kept = None
         super()._drop_gradients(optimizer)
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
@@ -351,7 +343,7 @@ class FsdpBackend(TrainSteps):
         *,
         is_first: bool,
     ) -> None:
-        kept = self._take_kept(micro_batches)
+        kept = self._take_kept(micro_batches, request)
         with self._accumulating(is_first=is_first):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))

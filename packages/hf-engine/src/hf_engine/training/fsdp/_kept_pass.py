@@ -35,6 +35,10 @@ class KeptPass(NamedTuple):
             return False
         return replace(self.request, entropy=request.entropy) == request
 
+    def select(self, request: OutputRequest) -> dict[str, torch.Tensor]:
+        """The outputs that are asked for, by name."""
+        return {name: output for name, output in self.outputs.items() if name != "entropy" or request.entropy}
+
 
 def is_small(micro_batches: Sequence[MicroBatch], most_tokens: int) -> bool:
     """Returns True for a single micro-batch of at most a quarter of `most_tokens` tokens, padding included."""

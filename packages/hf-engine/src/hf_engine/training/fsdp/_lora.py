@@ -78,7 +78,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         if self._is_apart:
             return super().local_weights()
         self._offloaded.require_weights("local_weights")
-        self._drop_kept()
+        self._kept = None
         layout, shards = self._whole_model()
         first_rows = {name: box.offset[0] for name, (box,) in layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, shards, first_rows)
@@ -97,6 +97,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
     def perturbed_adapters(self, *, seed: int, std: float) -> Iterator[None]:
         """Inside the block, every `B` is drawn; afterwards all are back bit for bit."""
         self._offloaded.require_weights("perturbed_adapters")
+        self._kept = None
         boxes, shards = self._layout.boxes_of(dist.get_rank()), self._shards()
         names = [name for name in shards if name.endswith(f".{FACTORS[1]}.weight")]
         kept = {name: shards[name].clone() for name in names}
