@@ -208,12 +208,14 @@ def update_differently(model, change):
         kept.score(batch, keep_graph=True)
     if change == "rows" or (change == "one rank's rows" and dist.get_rank() == 1):
         batch = reverse(batch)
+    if change == "written":
+        batch["response_ids"].values().fill_(7)
     before = kept.num_passes
     check_close(kept.update(batch, **options), plain.update(batch, **options))
     return kept.num_passes - before
 
 
-@pytest.mark.parametrize("change", ["temperature", "rows", "budget", "dropout", "base", "inference mode"])
+@pytest.mark.parametrize("change", ["temperature", "rows", "written", "budget", "dropout", "base", "inference mode"])
 def test_another_update_computes_its_own_pass(ranks1, model, change):
     assert ranks1.run(update_differently, model, change) == [1]
 

@@ -27,7 +27,7 @@ def agree_on_micro_batches(
     enough_tokens: int | None = None,
     replicas: Sequence[int] | None = None,
     arguments: Mapping[str, object] | None = None,
-    kept: tuple[SequenceBatch, Sequence[MicroBatch]] | None = None,
+    kept: tuple[Sequence[torch.Tensor], Sequence[MicroBatch]] | None = None,
 ) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
 
@@ -43,8 +43,8 @@ def agree_on_micro_batches(
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
         arguments: by name, what else all ranks are given alike; of a function its name counts.
-        kept: rows of an earlier pass, and its micro-batches with dummies. These micro-batches are returned themselves
-            if every rank has the rows of its own earlier pass.
+        kept: `list_tokens` of an earlier pass, and its micro-batches with dummies. These micro-batches are returned
+            themselves if every rank has the rows of its own earlier pass.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
@@ -53,7 +53,7 @@ def agree_on_micro_batches(
     """
     with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()
-        differs = kept is None or not sequences.has_rows_of(kept[0])
+        differs = kept is None or not all(map(torch.equal, sequences.list_tokens(), kept[0]))
         micro_batches = sequences.micro_batches(max_tokens, enough_tokens) if kept is None or differs else kept[1]
         micro_batches = [each for each in micro_batches if len(each.rows)]
         given = {name: _described(value) for name, value in (arguments or {}).items()}

@@ -177,10 +177,9 @@ class SequenceBatch:
         )
         return [self._pack(each) for each in found.packed] + [self._pad(torch.tensor(rows)) for rows in found.padded]
 
-    def has_rows_of(self, other: SequenceBatch) -> bool:
-        """Returns True if both have the same tokens, row by row, so that their micro-batches are equal."""
-        pairs = [(self._prompts, other._prompts), (self._responses, other._responses)]
-        return all(torch.equal(own.lengths, its.lengths) and torch.equal(own.packed, its.packed) for own, its in pairs)
+    def list_tokens(self) -> list[torch.Tensor]:
+        """Lengths and ids of the prompts, and of the responses: batches with equal ones have equal micro-batches."""
+        return [part for each in (self._prompts, self._responses) for part in (each.lengths, each.packed)]
 
     @property
     def num_shared(self) -> int:

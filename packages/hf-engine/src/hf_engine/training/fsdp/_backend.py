@@ -306,7 +306,8 @@ class FsdpBackend(TrainSteps):
                 for name in kinds:
                     parts[name].append((micro_batch, outputs[name].detach()))
                 if keeps:
-                    self._kept = KeptPass(sequences, micro_batches, request, self.weight_changes, outputs)
+                    tokens = [each.clone() for each in sequences.list_tokens()]
+                    self._kept = KeptPass(tokens, micro_batches, request, self.weight_changes, outputs)
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
 
     def _may_keep(self, micro_batches: Sequence[MicroBatch]) -> bool:
@@ -406,7 +407,7 @@ class FsdpBackend(TrainSteps):
             needs_rows=needs_rows,
             enough_tokens=None if gathers else find_enough_tokens(self._device),
             arguments={"temperature": request.temperature, "denominator": denominator},
-            kept=(kept.sequences, kept.micro_batches) if kept is not None and serves else None,
+            kept=(kept.tokens, kept.micro_batches) if kept is not None and serves else None,
         )
 
     def _measure(self, loss: float) -> tuple[float, float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
+from hf_engine.training.micro_batches import MicroBatch
 from hf_engine.training.outputs import OutputRequest
 
 if TYPE_CHECKING:
@@ -21,7 +21,8 @@ _SHARE = 4
 class KeptPass(NamedTuple):
     """A pass on a single micro-batch."""
 
-    sequences: SequenceBatch
+    tokens: Sequence[torch.Tensor]
+    """Copies of what `SequenceBatch.list_tokens` gave: the batch's own memory may be written to until the update."""
     micro_batches: Sequence[MicroBatch]
     request: OutputRequest
     weight_changes: int
