@@ -110,22 +110,21 @@ def test_an_entropy_bonus_trains_alike_on_two_ranks(addition_data: Path, tmp_pat
 
 
 KEEPING = {
-    "ppo": (["lm", "value"], {}),
-    "ppo of trl": (["value"], {"conventions": "trl", "old_logprobs": "sampled"}),
-    "two mini-batches": ([], {"mini_batches": 2}),
-    "warm-up": (["value"], {"critic_warmup": 1}),
-    "safe_rlhf": (["lm", "value", "value"], {}),
-    "safe_rlhf with ptx": (["value", "value"], {"ptx_coefficient": 0.1}),
-    "grpo": (["lm"], {"old_logprobs": "recomputed", "entropy_coefficient": 0.5}),
-    "online_dpo": (["lm", "lm"], {"mini_batches": 2}),
+    "ppo": ("ppo", ["lm", "value"], {}),
+    "as trl": ("ppo", ["value"], {"conventions": "trl", "old_logprobs": "sampled"}),
+    "two mini-batches": ("ppo", [], {"mini_batches": 2}),
+    "warm-up": ("ppo", ["value"], {"critic_warmup": 1}),
+    "safe_rlhf": ("safe_rlhf", ["lm", "value", "value"], {}),
+    "ptx": ("safe_rlhf", ["value", "value"], {"ptx_coefficient": 0.1}),
+    "grpo": ("grpo", ["lm"], {"old_logprobs": "recomputed", "entropy_coefficient": 0.5}),
+    "online_dpo": ("online_dpo", ["lm", "lm"], {"mini_batches": 2}),
 }
-"""Heads of the models whose updates go on from an earlier pass, in order, by algorithm and keys."""
-OF = {"ppo of trl": "ppo", "two mini-batches": "ppo", "warm-up": "ppo", "safe_rlhf with ptx": "safe_rlhf"}
+"""Algorithm, heads of the models whose updates go on from an earlier pass, sorted, and keys."""
 
 
 @pytest.mark.parametrize("case", KEEPING)
 def test_updates_that_go_on_from_a_pass_change_nothing(case: str, addition_data: Path, tmp_path: Path) -> None:
-    heads, keys = KEEPING[case]
+    name, heads, keys = KEEPING[case]
     taken: list[str] = []
     take = FsdpBackend._take_kept
 
@@ -137,7 +136,7 @@ def test_updates_that_go_on_from_a_pass_change_nothing(case: str, addition_data:
 
     found = []
     for output, may_keep in (("kept", FsdpBackend._may_keep), ("again", lambda *_: False)):
-        body = build_body(OF.get(case, case), addition_data, tmp_path / output, teacher=None, on_ray=False)
+        body = build_body(name, addition_data, tmp_path / output, teacher=None, on_ray=False)
         body["algorithm"] |= keys
         with mock.patch.multiple(FsdpBackend, _take_kept=note, _may_keep=may_keep):
             found.append(run_once(body))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,10 +25,10 @@ from hf_protocols import GenerationSpec, ParallelSpec, Topology
 NUM_ROWS = 6
 
 
-def build(model: str) -> CriticWorker:
+def build(model: str, *, offload: bool = False) -> CriticWorker:
     topology = Topology(ParallelSpec(dp_size=dist.get_world_size()), GenerationSpec())
     context = WorkerContext(role="critic", rank=dist.get_rank(), world_size=dist.get_world_size(), topology=topology)
-    return CriticWorker(context, model=model, backend="fsdp", training=TrainConfig(learning_rate=1e-3))
+    return CriticWorker(context, model=model, backend="fsdp", training=TrainConfig(learning_rate=1e-3), offload=offload)
 
 
 def own_rows(batch: TensorDict) -> TensorDict:
@@ -115,3 +116,24 @@ def test_an_update_learns_the_return_after_a_response(ranks: LocalRanks, model: 
     tokens = found[0]["tokens"]
     assert sum(each["count"] for each in found) == tokens + 4
     assert sum(each["critic/returns_mean"] for each in found) == pytest.approx(2 * tokens + 4 * 7)
+
+
+def list_hints(model: str, offload: bool) -> list[bool]:
+    """Hints that the backend is given for passes that a step wants kept."""
+    worker, batch, found = build(model, offload=offload), own_rows(build_batch(NUM_ROWS, vocab_size=64)), []
+    compute = worker._train.compute_values
+
+    def note(batch: TensorDict, *, keep_graph: bool) -> TensorDict:
+        found.append(keep_graph)
+        return compute(batch, keep_graph=keep_graph)
+
+    with mock.patch.object(worker._train, "compute_values", note):
+        worker.compute_values(batch, keep_graph=True)
+        worker.compute_values_after(batch, max_tokens=100, keep_graph=True)
+    worker.close()
+    return found
+
+
+def test_an_offloaded_critic_keeps_no_pass(ranks: LocalRanks, model: str) -> None:
+    assert ranks.run(list_hints, model, False) == [[True, True]] * 2
+    assert ranks.run(list_hints, model, True) == [[False, False]] * 2

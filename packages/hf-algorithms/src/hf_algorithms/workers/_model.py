@@ -153,6 +153,10 @@ class ModelWorker(Worker):
         """Frees the backend."""
         self._train.close()
 
+    def _may_keep(self, keep_graph: bool) -> bool:
+        """Returns `keep_graph`, unless the model is offloaded after the call, which would drop what it kept."""
+        return keep_graph and not self._offload
+
     def _rest(self) -> None:
         if self._offload:
             self._train.offload(weights=True)

@@ -40,7 +40,7 @@ class CriticWorker(TrainedWorker):
             scale: between the model's output and values; None: they are the same.
             keep_graph: as in `PolicyWorker.compute_logprobs`, for `update_critic`.
         """
-        found = self._train.compute_values(batch, keep_graph=keep_graph and not self._offload)
+        found = self._train.compute_values(batch, keep_graph=self._may_keep(keep_graph))
         if scale is not None:
             found["values"] = scale.restore(found["values"])
         return found
@@ -59,8 +59,7 @@ class CriticWorker(TrainedWorker):
             keep_graph: as for `compute_values`.
         """
         has_room = find_room(batch, max_tokens)
-        keeps = keep_graph and not self._offload
-        found = self._train.compute_values(add_positions(batch, has_room), keep_graph=keeps)
+        found = self._train.compute_values(add_positions(batch, has_room), keep_graph=self._may_keep(keep_graph))
         column = found["values"] if scale is None else scale.restore(found["values"])
         found["values"], found["next_values"] = split_positions(column, has_room)
         return found

@@ -60,7 +60,7 @@ class PolicyWorker(TrainedWorker):
         return found.rename_key_("logprobs", "ref_logprobs")
 
     def _compute_logprobs(self, batch: TensorDict, temperature: float, *, keep_graph: bool) -> TensorDict:
-        keeps = keep_graph and not self._offload  # which would drop it
+        keeps = self._may_keep(keep_graph)
         found = self._train.compute_logprobs(batch, temperature=temperature, keep_graph=keeps)
         found.rename_key_("logprobs", "old_logprobs")
         if not bool(found["old_logprobs"].values().isfinite().all()):

@@ -178,7 +178,10 @@ class SequenceBatch:
         return [self._pack(each) for each in found.packed] + [self._pad(torch.tensor(rows)) for rows in found.padded]
 
     def list_tokens(self) -> list[torch.Tensor]:
-        """Lengths and ids of the prompts, and of the responses: batches with equal ones have equal micro-batches."""
+        """Lengths [B] and ids [tokens] of the prompts, and then of the responses, on the host.
+
+        Batches with equal ones have equal micro-batches.
+        """
         return [part for each in (self._prompts, self._responses) for part in (each.lengths, each.packed)]
 
     @property

@@ -397,8 +397,7 @@ class FsdpBackend(TrainSteps):
 
         # With `shard="layer"` every micro-batch gathers every layer.
         gathers = self._config.shard == "layer" and len(self._ranks) > 1
-        kept = self._kept
-        serves = kept is not None and kept.serves(request, self.weight_changes)
+        kept = self._kept if self._kept is not None and self._kept.serves(request, self.weight_changes) else None
         return agree_on_micro_batches(
             prepare,
             self._config.micro_batch_tokens,
@@ -407,7 +406,7 @@ class FsdpBackend(TrainSteps):
             needs_rows=needs_rows,
             enough_tokens=None if gathers else find_enough_tokens(self._device),
             arguments={"temperature": request.temperature, "denominator": denominator},
-            kept=(kept.tokens, kept.micro_batches) if kept is not None and serves else None,
+            kept=None if kept is None else (kept.tokens, kept.micro_batches),
         )
 
     def _measure(self, loss: float) -> tuple[float, float]:
