@@ -47,8 +47,8 @@ def agree(rows_by_rank, max_tokens):
     rows = rows_by_rank[dist.get_rank()]
     columns = {"prompt_ids": jagged([[1] * length for length in rows]), "response_ids": jagged([[2]] * len(rows))}
     prepare = partial(SequenceBatch, TensorDict(columns, batch_size=[len(rows)]))
-    _, agreed = agree_on_micro_batches(prepare, max_tokens, dist.group.WORLD, torch.device("cpu"), needs_rows=True)
-    return [micro_batch.rows.tolist() for micro_batch in agreed]
+    agreed = agree_on_micro_batches(prepare, max_tokens, dist.group.WORLD, torch.device("cpu"), needs_rows=True)
+    return [micro_batch.rows.tolist() for micro_batch in agreed.micro_batches]
 
 
 def test_ranks_agree_on_the_largest_count_and_fill_with_dummies(ranks2):
@@ -57,18 +57,31 @@ def test_ranks_agree_on_the_largest_count_and_fill_with_dummies(ranks2):
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
 
 
+def agree_on_weights(holds_by_rank):
+    prepare = partial(SequenceBatch, batch_of_three())
+    holds = holds_by_rank[dist.get_rank()]
+    world, device = dist.group.WORLD, torch.device("cpu")
+    return agree_on_micro_batches(prepare, 100, world, device, needs_rows=True, holds_weights=holds).all_hold_weights
+
+
+@pytest.mark.parametrize("holds", [[True, True], [True, False], [False, True], [False, False]], ids=str)
+def test_every_rank_knows_whether_all_hold_weights(ranks1, ranks2, holds):
+    assert ranks2.run(agree_on_weights, holds) == [all(holds)] * 2
+    assert ranks1.run(agree_on_weights, holds) == [holds[0]]
+
+
 def agree_in_replicas(batches, replicas, arguments=None):
     """Rows of each micro-batch of this rank, or the error of all ranks."""
     batch = batches[dist.get_rank()]
     given = arguments and arguments[dist.get_rank()]
     world, device = dist.group.WORLD, torch.device("cpu")
     try:
-        _, agreed = agree_on_micro_batches(
+        agreed = agree_on_micro_batches(
             lambda: SequenceBatch(batch), 100, world, device, needs_rows=True, replicas=replicas, arguments=given
         )
     except BatchError as error:
         return str(error)
-    return [micro_batch.rows.tolist() for micro_batch in agreed]
+    return [micro_batch.rows.tolist() for micro_batch in agreed.micro_batches]
 
 
 def apart(column):

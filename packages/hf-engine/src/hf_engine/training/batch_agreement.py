@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 from zlib import crc32
 
 import torch
@@ -14,7 +14,17 @@ from hf_engine.agreement import together
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_protocols.errors import BatchError
 
-__all__ = ["agree_on_micro_batches"]
+__all__ = ["Agreed", "agree_on_micro_batches"]
+
+
+class Agreed(NamedTuple):
+    """Rows and micro-batches of this rank, and what all ranks have in common."""
+
+    sequences: SequenceBatch
+    micro_batches: Sequence[MicroBatch]
+    """At least one, and as many on every rank."""
+    all_hold_weights: bool
+    """True if `holds_weights` is, on every rank."""
 
 
 def agree_on_micro_batches(
@@ -28,10 +38,9 @@ def agree_on_micro_batches(
     replicas: Sequence[int] | None = None,
     arguments: Mapping[str, object] | None = None,
     kept: tuple[Sequence[torch.Tensor], Sequence[MicroBatch]] | None = None,
-) -> tuple[SequenceBatch, Sequence[MicroBatch]]:
+    holds_weights: bool = True,
+) -> Agreed:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
-
-    At least one micro-batch, on every rank.
 
     Args:
         prepare: checks the arguments and reads this rank's rows.
@@ -45,6 +54,7 @@ def agree_on_micro_batches(
         arguments: by name, what else all ranks are given alike; of a function its name counts.
         kept: `list_tokens` of an earlier pass, and its micro-batches with dummies. These micro-batches are returned
             themselves if every rank has the rows of its own earlier pass.
+        holds_weights: whether this rank still has the weights that an earlier pass gathered from all ranks.
 
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
@@ -63,17 +73,18 @@ def agree_on_micro_batches(
         _refuse_other_arguments(given, group)
     num_micro_batches, *digests = len(micro_batches), *_by_replica(digest, replicas or (), group)
     if dist.get_world_size(group) > 1:
-        agreed = torch.tensor([num_micro_batches, differs, *digests], device=device)
+        agreed = torch.tensor([num_micro_batches, differs, not holds_weights, *digests], device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-        num_micro_batches, differs, *digests = agreed.tolist()
+        num_micro_batches, differs, lacks_weights, *digests = agreed.tolist()
+        holds_weights = not lacks_weights
     if replicas and any(highest != -negated for highest, negated in zip(digests[::2], digests[1::2], strict=True)):
         _refuse_other_rows(digest, replicas, group)
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
     if kept is not None and not differs:
-        return sequences, kept[1]
+        return Agreed(sequences, kept[1], holds_weights)
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
-    return sequences, micro_batches + dummies
+    return Agreed(sequences, micro_batches + dummies, holds_weights)
 
 
 def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> list[int]:

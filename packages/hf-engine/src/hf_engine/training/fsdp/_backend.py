@@ -6,6 +6,7 @@ The same code runs on CPUs over gloo and on GPUs over NCCL.
 from __future__ import annotations
 
 import gc
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -62,6 +63,10 @@ __all__ = ["FsdpBackend"]
 
 _check = Checks(BackendError)
 
+_MOST_HELD_BYTES = 256 << 20
+"""Of whole weights between passes: nobody plans memory for them, and larger models take longer to compute than to
+gather."""
+
 
 class FsdpBackend(TrainSteps):
     """The FSDP2 training backend; see `TrainBackend` for what every method means.
@@ -100,6 +105,11 @@ class FsdpBackend(TrainSteps):
         self._offloaded = OffloadedMemory(lambda: self._shards().values())
         self._has_unreduced_gradients = False
         self._kept: KeptPass | None = None
+        whole_bytes = sum(map(math.prod, shapes.values())) * getattr(torch, config.dtype).itemsize
+        self._holds_whole = trainable and config.shard == "root" and whole_bytes <= _MOST_HELD_BYTES
+        """True if scoring leaves gathered weights for the update that follows."""
+        self._gathered_at: int | None = None
+        """Changes of the weights that a scoring has left whole, if one has."""
 
     @classmethod
     def build(
@@ -157,7 +167,7 @@ class FsdpBackend(TrainSteps):
     def local_weights(self) -> Mapping[str, torch.Tensor]:
         """This rank's shards, views of the live weights."""
         self._offloaded.require_weights("local_weights")
-        self._kept = None  # a transition takes their memory, or others write to them
+        self._drop_passes()  # a transition takes the shards' memory, or others write to them
         first_rows = {name: box.offset[0] for name, (box,) in self._layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, self._shards(), first_rows)
 
@@ -240,13 +250,10 @@ class FsdpBackend(TrainSteps):
 
     def offload(self, *, weights: bool = False) -> int:
         """Gives up moments and gradients; the weights are the float32 masters. See `TrainBackend.offload`."""
-        self._kept = None
+        self._drop_passes()
         states = [] if self._optimizer is None else list(self._optimizer.moments())
         if self._optimizer is not None and self._waiting.calls:
             states += self._optimizer.gradients()
-        if weights:
-            # Gathered weights that scoring left behind would be read in place of the reloaded ones.
-            self._root.reshard()
         return self._offloaded.give_up(states=states, weights=weights)
 
     def reload(self) -> None:
@@ -268,7 +275,7 @@ class FsdpBackend(TrainSteps):
 
     def _state_parts(self, method: str) -> FsdpState:
         self._offloaded.require_all(method)
-        self._root.reshard()  # gathered weights that scoring left behind would hide a load
+        self._free_gathered()  # they would hide a load
         return FsdpState(
             self._facts, self._parameters, self._layout, self._file_names, self._optimizer, buffers=self.buffers()
         )
@@ -297,10 +304,9 @@ class FsdpBackend(TrainSteps):
         if keeps and self._head == "lm":
             request = replace(request, entropy=True)  # which most losses of a policy report
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
-        with torch.set_grad_enabled(keeps), ExitStack() as end:
-            # The root would keep the gathered weights, and miss a later load. The backward pass of a kept graph gathers
-            # them again: ranks that did not keep theirs, because they have more tokens, are as far then.
-            end.callback(self._root.reshard)
+        # What FSDP2 gathers in inference mode could not be gathered again outside.
+        with torch.inference_mode(False), torch.set_grad_enabled(keeps), ExitStack() as end:
+            end.callback(self._free_gathered)
             for micro_batch in micro_batches:
                 outputs = self._forward(micro_batch, request=request)
                 for name in kinds:
@@ -308,7 +314,19 @@ class FsdpBackend(TrainSteps):
                 if keeps:
                     tokens = [each.clone() for each in sequences.list_tokens()]
                     self._kept = KeptPass(tokens, micro_batches, request, self.weight_changes, outputs)
+            if self._holds_whole:
+                self._gathered_at = self.weight_changes
+                end.pop_all()
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
+
+    def _free_gathered(self) -> None:
+        self._gathered_at = None
+        self._root.reshard()
+
+    def _drop_passes(self) -> None:
+        """Frees what earlier passes have left for the next one."""
+        self._kept = None
+        self._free_gathered()
 
     def _may_keep(self, micro_batches: Sequence[MicroBatch]) -> bool:
         """Returns True if an update can go on from a pass on these, and what it holds until then is little."""
@@ -345,6 +363,7 @@ class FsdpBackend(TrainSteps):
         is_first: bool,
     ) -> None:
         kept = self._take_kept(micro_batches, request)
+        self._gathered_at = None  # the last backward pass frees them
         with self._accumulating(is_first=is_first):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
@@ -398,7 +417,7 @@ class FsdpBackend(TrainSteps):
         # With `shard="layer"` every micro-batch gathers every layer.
         gathers = self._config.shard == "layer" and len(self._ranks) > 1
         kept = self._kept if self._kept is not None and self._kept.serves(request, self.weight_changes) else None
-        return agree_on_micro_batches(
+        agreed = agree_on_micro_batches(
             prepare,
             self._config.micro_batch_tokens,
             self._group,
@@ -407,7 +426,12 @@ class FsdpBackend(TrainSteps):
             enough_tokens=None if gathers else find_enough_tokens(self._device),
             arguments={"temperature": request.temperature, "denominator": denominator},
             kept=None if kept is None else (kept.tokens, kept.micro_batches),
+            holds_weights=self._gathered_at == self.weight_changes,
         )
+        if not agreed.all_hold_weights:
+            # What one rank still has, another one may have freed, or changed: all of them gather, or none.
+            self._free_gathered()
+        return agreed.sequences, agreed.micro_batches
 
     def _measure(self, loss: float) -> tuple[float, float]:
         optimizer = require_trainable(self._optimizer, "a step")

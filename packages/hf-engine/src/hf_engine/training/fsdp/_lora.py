@@ -78,7 +78,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         if self._is_apart:
             return super().local_weights()
         self._offloaded.require_weights("local_weights")
-        self._kept = None
+        self._drop_passes()
         layout, shards = self._whole_model()
         first_rows = {name: box.offset[0] for name, (box,) in layout.boxes_of(dist.get_rank()).items()}
         return tensors_in_files(self._file_names, shards, first_rows)

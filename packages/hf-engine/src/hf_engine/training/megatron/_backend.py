@@ -264,7 +264,7 @@ class MegatronBackend(TrainSteps):
             request.check(vocab_size)
             return SequenceBatch(batch, vocab_size, candidates=request.candidates)
 
-        return agree_on_micro_batches(
+        agreed = agree_on_micro_batches(
             prepare,
             self._config.micro_batch_tokens,
             self._world,
@@ -280,6 +280,7 @@ class MegatronBackend(TrainSteps):
                 "loss_fn": loss_fn,
             },
         )
+        return agreed.sequences, agreed.micro_batches
 
     def _prepare_step(self, method: str) -> DistributedAdamW:
         optimizer = require_trainable(self._stage.optimizer, method)
