@@ -7,6 +7,9 @@ before it trains. The clock starts with the program and stops when the first ite
 Bare Ray stands next to it: a program that imports torch, tensordict and transformers, starts Ray as the executor does,
 and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The third
 one imports torch and tensordict, like the worker of the reward and of the advantages. No model is built.
+
+Further runs of both on Ray have their CPU time counted until then, of the program, of the workers, and of Ray's own
+processes. Their sum divided by the cores is the shortest time that any order of the same work could take.
 """
 
 from __future__ import annotations
@@ -18,17 +21,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
+import psutil
 from measurement import record
 
 from hf_algorithms.commands.quickstart import prepare_quickstart
 from hf_algorithms.config import format_toml
 from hf_algorithms.run.directory import RunDirectory
+from hf_protocols import read_machine_limits
 
 MOST_S = 10.0
-NUM_ROUNDS = 5
+NUM_ROUNDS, NUM_PROFILES = 5, 3
 EXECUTORS = ("in_process", "ray")
+SAMPLE_S = 0.1
+KINDS = ("program", "workers", "ray")
 BARE_RAY = """
 import time
 
@@ -74,6 +84,7 @@ def main() -> int:
                 found[executor].append(phases)
             found["bare_ray"].append({"whole": _start_bare()})
             print("bare_ray", found["bare_ray"][-1], flush=True)
+        cpu = _measure_cpu(Path(folder))
     metrics: dict[str, tuple[float, str]] = {}
     missed = []
     for executor, rounds in found.items():
@@ -87,24 +98,35 @@ def main() -> int:
         }
         if executor in EXECUTORS and metrics[f"{executor}_whole"][0] > MOST_S:
             missed.append(executor)
-    record("start", metrics)
+    record("start", metrics | {name: (round(value, 2), "s") for name, value in cpu.items()})
     for executor in EXECUTORS:
         word = "MISSED" if executor in missed else "reached"
         print(f"{word}  {executor}: {metrics[f'{executor}_whole'][0]} s (wanted <= {MOST_S})")
     print(f"bare Ray with the same libraries: {metrics['bare_ray_whole'][0]} s")
+    for name in ("ray", "bare_ray"):
+        parts = ", ".join(f"{kind} {cpu[f'{name}_cpu_{kind}']:.1f}" for kind in KINDS)
+        print(f"{name}: CPU seconds: {parts}; if no core ever waited: {cpu[f'{name}_cpu_bound']:.1f} s")
     return int(bool(missed))
 
 
 def _start(folder: Path, executor: str) -> dict[str, float]:
     """Seconds of each phase, of imports, and of the whole start."""
+    command = _command(folder, executor)
+    begun_s = time.time()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return _read_phases(folder, begun_s)
+
+
+def _command(folder: Path, executor: str) -> list[str | Path]:
     config = prepare_quickstart(RunDirectory(folder / "source"), iterations=1, ranks=2 if executor == "ray" else 1)
     path = folder / "config.toml"
     path.write_text(format_toml(config))
     settings = {"run.output_dir": str(folder / "run"), "run.eval_every": 1, "warm_start.max_steps": 0}
     flags = [flag for key, value in settings.items() for flag in ("--set", f"{key}={value}")]
-    command = [Path(sys.executable).with_name("hybridflow"), "train", path, *flags]
-    begun_s = time.time()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return [Path(sys.executable).with_name("hybridflow"), "train", path, *flags]
+
+
+def _read_phases(folder: Path, begun_s: float) -> dict[str, float]:
     summary = folder / "run" / "summary.json"
     body = json.loads(summary.read_text())
     phases: dict[str, float] = body["start_s"]
@@ -116,15 +138,94 @@ def _start(folder: Path, executor: str) -> dict[str, float]:
 def _start_bare() -> float:
     """Seconds until bare actors have the libraries of a run."""
     begun_s = time.time()
+    ended = subprocess.run(**_bare_command(), check=True)
+    return float(ended.stdout) - begun_s
+
+
+def _bare_command() -> dict[str, object]:
     environment = os.environ | {
         "RAY_worker_niceness": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_raylet_client_connect_timeout_milliseconds": "20",
         "RAY_raylet_client_num_connect_attempts": "500",
     }
-    command = [sys.executable, "-c", BARE_RAY]
-    ended = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
-    return float(ended.stdout) - begun_s
+    return {"args": [sys.executable, "-c", BARE_RAY], "stdout": subprocess.PIPE, "text": True, "env": environment}
+
+
+def _measure_cpu(folder: Path) -> dict[str, float]:
+    """CPU seconds until the first iteration, or until bare actors have the libraries: medians, and their bounds."""
+    rounds: dict[str, list[dict[str, float]]] = {"ray": [], "bare_ray": []}
+    for number in range(NUM_PROFILES):
+        run = folder / f"profile-{number}"
+        command, begun_s = _command(run, "ray"), time.time()
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as program, _sampling(program) as samples:
+            _require_success(program)
+        rounds["ray"].append(_last_before(samples, begun_s + _read_phases(run, begun_s)["whole"]))
+        with subprocess.Popen(**_bare_command()) as program, _sampling(program) as samples:  # type: ignore[call-overload]
+            output = program.stdout.read()
+            _require_success(program)
+        rounds["bare_ray"].append(_last_before(samples, float(output)))
+        print("CPU seconds", {name: each[-1] for name, each in rounds.items()}, flush=True)
+    found = {
+        f"{name}_cpu_{kind}": statistics.median(each[kind] for each in measured)
+        for name, measured in rounds.items()
+        for kind in KINDS
+    }
+    num_cores = read_machine_limits().num_cpus
+    bounds = {f"{name}_cpu_bound": sum(found[f"{name}_cpu_{kind}"] for kind in KINDS) / num_cores for name in rounds}
+    return found | bounds
+
+
+def _require_success(program: subprocess.Popen[str]) -> None:
+    if program.wait() != 0:
+        raise SystemExit(f"a program ended with status {program.returncode}")
+
+
+def _last_before(samples: list[tuple[float, dict[str, float]]], end_s: float) -> dict[str, float]:
+    return [cpu for at_s, cpu in samples if at_s <= end_s][-1]
+
+
+@contextmanager
+def _sampling(program: subprocess.Popen[str]) -> Iterator[list[tuple[float, dict[str, float]]]]:
+    """Samples the CPU seconds of a program and its processes, by kind, ten times a second."""
+    samples: list[tuple[float, dict[str, float]]] = []
+    used: dict[tuple[int, str], float] = {}
+    is_over = Event()
+
+    def watch() -> None:
+        while not is_over.wait(SAMPLE_S):
+            with suppress(psutil.Error):
+                used.update(_list_cpu(psutil.Process(program.pid)))
+            sums = {kind: sum(cpu for (_, each), cpu in used.items() if each == kind) for kind in KINDS}
+            samples.append((time.time(), sums))
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _list_cpu(program: psutil.Process) -> Iterator[tuple[tuple[int, str], float]]:
+    """Yields the CPU seconds of each process by its id and kind; what cannot be read at the moment is left out."""
+    todo = [(program, "program")]
+    while todo:
+        process, kind = todo.pop()
+        with suppress(psutil.Error):
+            used, name = process.cpu_times(), process.name()
+            yield (process.pid, kind), used.user + used.system
+            for child in process.children():
+                if kind == "workers" or name != "raylet":
+                    todo.append((child, kind if kind == "workers" else "ray"))
+                elif line := " ".join(child.cmdline()).strip():
+                    todo.append((child, "workers" if _is_worker(line) else "ray"))
+
+
+def _is_worker(line: str) -> bool:
+    """Returns True for a child of the raylet that runs actors, by its command line, which becomes its title."""
+    return "default_worker.py" in line or (line.startswith("ray::") and "Agent" not in line)
 
 
 if __name__ == "__main__":
