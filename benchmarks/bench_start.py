@@ -8,8 +8,8 @@ Bare Ray stands next to it: a program that imports torch, tensordict and transfo
 and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The third
 one imports torch and tensordict, like the worker of the reward and of the advantages. No model is built.
 
-Further runs of both on Ray have their CPU time counted until then, of the program, of the workers, and of Ray's own
-processes. Their sum divided by the cores is the shortest time that any order of the same work could take.
+Further runs of both on Ray have their CPU time counted until then: of the program, of the workers, and of all other
+processes, which are Ray's. Their sum divided by the cores is about the shortest time that the same work could take.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 
@@ -39,6 +37,7 @@ NUM_ROUNDS, NUM_PROFILES = 5, 3
 EXECUTORS = ("in_process", "ray")
 SAMPLE_S = 0.1
 KINDS = ("program", "workers", "ray")
+NUM_WORKERS = 3
 BARE_RAY = """
 import time
 
@@ -158,22 +157,21 @@ def _measure_cpu(folder: Path) -> dict[str, float]:
     for number in range(NUM_PROFILES):
         run = folder / f"profile-{number}"
         command, begun_s = _command(run, "ray"), time.time()
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as program, _sampling(program) as samples:
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as program, CpuMeter(program.pid) as meter:
             _require_success(program)
-        rounds["ray"].append(_last_before(samples, begun_s + _read_phases(run, begun_s)["whole"]))
-        with subprocess.Popen(**_bare_command()) as program, _sampling(program) as samples:  # type: ignore[call-overload]
+        rounds["ray"].append(meter.read(begun_s + _read_phases(run, begun_s)["whole"]))
+        with subprocess.Popen(**_bare_command()) as program, CpuMeter(program.pid) as meter:  # type: ignore[call-overload]
             output = program.stdout.read()
             _require_success(program)
-        rounds["bare_ray"].append(_last_before(samples, float(output)))
+        rounds["bare_ray"].append(meter.read(float(output)))
         print("CPU seconds", {name: each[-1] for name, each in rounds.items()}, flush=True)
-    found = {
-        f"{name}_cpu_{kind}": statistics.median(each[kind] for each in measured)
-        for name, measured in rounds.items()
-        for kind in KINDS
-    }
     num_cores = read_machine_limits().num_cpus
-    bounds = {f"{name}_cpu_bound": sum(found[f"{name}_cpu_{kind}"] for kind in KINDS) / num_cores for name in rounds}
-    return found | bounds
+    found = {}
+    for name, measured in rounds.items():
+        for kind in KINDS:
+            found[f"{name}_cpu_{kind}"] = statistics.median(each[kind] for each in measured)
+        found[f"{name}_cpu_bound"] = statistics.median(sum(each.values()) for each in measured) / num_cores
+    return found
 
 
 def _require_success(program: subprocess.Popen[str]) -> None:
@@ -181,46 +179,55 @@ def _require_success(program: subprocess.Popen[str]) -> None:
         raise SystemExit(f"a program ended with status {program.returncode}")
 
 
-def _last_before(samples: list[tuple[float, dict[str, float]]], end_s: float) -> dict[str, float]:
-    return [cpu for at_s, cpu in samples if at_s <= end_s][-1]
+class CpuMeter:
+    """Samples the CPU seconds of a program and its processes, by kind, ten times a second while the block runs."""
 
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._used: dict[tuple[int, float], tuple[str, float]] = {}
+        self._workers: set[int] = set()
+        self._samples: list[tuple[float, dict[str, float]]] = []
+        self._is_over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
 
-@contextmanager
-def _sampling(program: subprocess.Popen[str]) -> Iterator[list[tuple[float, dict[str, float]]]]:
-    """Samples the CPU seconds of a program and its processes, by kind, ten times a second."""
-    samples: list[tuple[float, dict[str, float]]] = []
-    used: dict[tuple[int, str], float] = {}
-    is_over = Event()
+    def __enter__(self) -> CpuMeter:
+        self._thread.start()
+        return self
 
-    def watch() -> None:
-        while not is_over.wait(SAMPLE_S):
-            with suppress(psutil.Error):
-                used.update(_list_cpu(psutil.Process(program.pid)))
-            sums = {kind: sum(cpu for (_, each), cpu in used.items() if each == kind) for kind in KINDS}
-            samples.append((time.time(), sums))
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
 
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        is_over.set()
-        thread.join()
+    def read(self, end_s: float) -> dict[str, float]:
+        """CPU seconds until a time, by kind; those of processes that had ended by then are among them."""
+        if len(self._workers) != NUM_WORKERS:
+            raise SystemExit(f"{len(self._workers)} workers were seen, not {NUM_WORKERS}")
+        return [cpu for at_s, cpu in self._samples if at_s <= end_s][-1]
 
+    def _watch(self) -> None:
+        while not self._is_over.wait(SAMPLE_S):
+            self._look()
+            sums = {kind: sum(cpu for each, cpu in self._used.values() if each == kind) for kind in KINDS}
+            self._samples.append((time.time(), sums))
 
-def _list_cpu(program: psutil.Process) -> Iterator[tuple[tuple[int, str], float]]:
-    """Yields the CPU seconds of each process by its id and kind; what cannot be read at the moment is left out."""
-    todo = [(program, "program")]
-    while todo:
-        process, kind = todo.pop()
-        with suppress(psutil.Error):
-            used, name = process.cpu_times(), process.name()
-            yield (process.pid, kind), used.user + used.system
-            for child in process.children():
-                if kind == "workers" or name != "raylet":
-                    todo.append((child, kind if kind == "workers" else "ray"))
-                elif line := " ".join(child.cmdline()).strip():
-                    todo.append((child, "workers" if _is_worker(line) else "ray"))
+    def _look(self) -> None:
+        wanted = ["pid", "ppid", "name", "cmdline", "cpu_times", "create_time"]
+        found = {each.info["pid"]: each.info for each in psutil.process_iter(wanted)}
+        children: dict[int, list[int]] = {}
+        for pid, info in found.items():
+            children.setdefault(info["ppid"], []).append(pid)
+        todo = [(self._pid, "program")] if self._pid in found else []
+        while todo:
+            pid, kind = todo.pop()
+            info = found[pid]
+            if info["cpu_times"] is not None:
+                cpu = info["cpu_times"].user + info["cpu_times"].system
+                self._used[pid, info["create_time"]] = kind, cpu
+            for child in children.get(pid, ()):
+                if info["name"] == "raylet" and _is_worker(" ".join(found[child]["cmdline"] or ())):
+                    self._workers.add(child)
+                is_workers = kind == "workers" or child in self._workers
+                todo.append((child, "workers" if is_workers else "ray"))
 
 
 def _is_worker(line: str) -> bool:

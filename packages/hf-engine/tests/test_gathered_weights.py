@@ -47,6 +47,12 @@ def step(backend):
     return backend.optim_step()["grad_norm"][0]
 
 
+def gathered_bytes(backend):
+    state = backend._model._get_fsdp_state()
+    outputs = [each.all_gather_outputs for group in state._fsdp_param_groups for each in group.fsdp_params]
+    return sum(output.untyped_storage().nbytes() for each in outputs for output in each)
+
+
 class Gathers:
     """The collectives that gather weights, counted."""
 
@@ -99,7 +105,7 @@ def test_layers_are_gathered_for_each_pass(ranks2, model):
 
 def count_of_two(model, trainable, limit):
     """Gathers of two scorings, by the bytes that may be held; the model has more than a kilobyte."""
-    with patch("hf_engine.training.fsdp._backend._MOST_HELD_BYTES", limit):
+    with patch("hf_engine.training.fsdp._backend._MOST_KEPT_BYTES", limit):
         backend, batch = build(model, trainable=trainable), rows_of_rank()
     with Gathers() as gathers:
         score(backend, batch)
@@ -119,6 +125,14 @@ def read(backend, other):
 def write(backend, other):
     """As a transition does, with the live weights, and without a word to the backend."""
     for shard in backend.local_weights().values():
+        shard.mul_(0.5)
+
+
+def write_later(backend, other):
+    """To views that were taken before a further scoring."""
+    views = backend.local_weights()
+    score(backend, rows_of_rank(), keep_graph=True)
+    for shard in views.values():
         shard.mul_(0.5)
 
 
@@ -162,13 +176,24 @@ def score_inferring(backend, other):
 
 BETWEEN = {
     each.__name__: each
-    for each in (read, write, load, offload, offload_moments, learn_another, fail, be_refused, score_inferring)
+    for each in (
+        read,
+        write,
+        write_later,
+        load,
+        offload,
+        offload_moments,
+        learn_another,
+        fail,
+        be_refused,
+        score_inferring,
+    )
 }
 
 
-def continue_after(model, other, between, ranks, keep_graph):
+def continue_after(model, other, between, ranks, keep_graph, **changes):
     """Scores and steps after something happened on some ranks, and the same of a backend that scored nothing before."""
-    held, fresh = build(model), build(model)
+    held, fresh = build(model, **changes), build(model, **changes)
     batch = rows_of_rank()
     score(held, batch, keep_graph=keep_graph)
     if dist.get_rank() in ranks:
@@ -199,6 +224,70 @@ def test_held_weights_are_those_of_now_after(ranks2, model, tmp_path, between, k
 def test_ranks_gather_together_if_one_freed_its_weights(ranks2, model, tmp_path, between, keep_graph):
     for rank in (0, 1):
         assert ranks2.run(continue_after, model, tmp_path, between, (rank,), keep_graph) == [True, True]
+
+
+def update_after(model, between):
+    """Updates, without a scoring in between, of a backend that kept a pass and one that did not."""
+    held, fresh, batch = build(model), build(model), rows_of_rank()
+    score(held, batch, keep_graph=True)
+    for each in (held, fresh):
+        BETWEEN[between](each, model)
+        add_gradients(each, batch)
+    assert step(held) == pytest.approx(step(fresh), rel=1e-5)
+    return True
+
+
+@pytest.mark.parametrize("between", ["write", "write_later"])
+def test_an_update_sees_what_others_wrote(ranks1, ranks2, model, between):
+    assert ranks1.run(update_after, model, between) == [True]
+    assert ranks2.run(update_after, model, between) == [True, True]
+
+
+def lora_after(model, other, between):
+    return continue_after(model, other, between, (0, 1), False, lora=LORA)
+
+
+@pytest.mark.parametrize("between", ["read", "write"])
+def test_merged_weights_are_read_in_between(ranks2, model, tmp_path, between):
+    assert ranks2.run(lora_after, model, tmp_path, between) == [True, True]
+
+
+def drop_by_step(backend, folder):
+    add_gradients(backend, rows_of_rank())
+
+
+def drop_by_drawing(backend, folder):
+    with backend.perturbed_adapters(seed=1, std=1.0):
+        pass
+
+
+FREEING = {
+    "read": (read, {}),
+    "read merged": (read, {"lora": LORA}),
+    "load": (load, {}),
+    "offload": (lambda backend, folder: backend.offload(), {}),
+    "offload weights": (lambda backend, folder: backend.offload(weights=True), {}),
+    "save": (lambda backend, folder: backend.save_state(folder / "state"), {}),
+    "update": (drop_by_step, {}),
+    "failure": (fail, {}),
+    "draw": (drop_by_drawing, {"lora": LORA}),
+}
+
+
+def bytes_after(model, name, folder):
+    act, changes = FREEING[name]
+    backend = build(model, **changes)
+    found = [gathered_bytes(backend)]
+    score(backend, rows_of_rank(), keep_graph=True)
+    found.append(gathered_bytes(backend))
+    act(backend, model if name == "load" else folder)
+    return [*found, gathered_bytes(backend)]
+
+
+@pytest.mark.parametrize("name", FREEING)
+def test_gathered_weights_are_freed_by(ranks2, model, tmp_path, name):
+    for before, kept, after in ranks2.run(bytes_after, model, name, tmp_path):
+        assert before == after == 0 < kept
 
 
 def score_unevenly(model):

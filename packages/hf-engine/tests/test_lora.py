@@ -180,6 +180,35 @@ def come_back(directory, folder):
     assert not torch.equal(plain.compute_logprobs(own_rows(batch))["logprobs"].values(), trained)
 
 
+def nothing_finite(outputs, micro_batch):
+    return outputs["logprobs"].sum() * float("nan"), {}
+
+
+def count_changes(directory):
+    """Changes of the weights and of the base, by steps, skipped ones, drawn adapters and a load."""
+    backend, found = build(directory, replace(CONFIG, on_nonfinite="skip")), []
+    batch = own_rows(build_batch(vocab_size=64, num_rows=4))
+
+    def draw():
+        with backend.perturbed_adapters(seed=0, std=1.0):
+            pass
+
+    for act in (
+        lambda: backend.train_step(batch, negative_logprobs, 1.0),
+        lambda: backend.train_step(batch, nothing_finite, 1.0),
+        draw,
+        lambda: backend.load_hf(directory),
+    ):
+        before = backend.weight_changes, backend.base_changes
+        act()
+        found.append((backend.weight_changes - before[0], backend.base_changes - before[1]))
+    return found
+
+
+def test_only_a_load_changes_the_base(ranks1, models):
+    assert ranks1.run(count_changes, models["tied"]) == [[(1, 0), (0, 0), (2, 0), (1, 1)]]
+
+
 def export(directory, folder):
     backend, batch = build(directory), build_batch(vocab_size=64, num_rows=4)
     step(backend, batch)

@@ -55,7 +55,7 @@ class TrainConfig:
     """Recompute every decoder layer in the backward pass."""
     shard: Literal["root", "layer"] = "root"
     """Gather the whole model and reduce its gradients once a step (faster), or one decoder layer at a time in every
-    micro-batch (smaller peak). A whole trained model of at most 256 MiB stays from a scoring to the update."""
+    micro-batch (smaller peak). A trained model of at most 256 MiB stays gathered from a scoring to the update."""
 
     compile: bool = False
     """Compile the decoder layers with torch.compile (`fsdp`): minutes at first, and a C++ compiler is needed."""

@@ -24,7 +24,7 @@ class Agreed(NamedTuple):
     micro_batches: Sequence[MicroBatch]
     """At least one, and as many on every rank."""
     all_hold_weights: bool
-    """True if `holds_weights` is, on every rank."""
+    """True if every rank passed `holds_weights=True`."""
 
 
 def agree_on_micro_batches(

@@ -36,7 +36,7 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import check_directory, write_directory
-from hf_engine.training.fsdp._kept_pass import KeptPass, is_small
+from hf_engine.training.fsdp._kept_pass import KeptPass, WeightState, is_small
 from hf_engine.training.fsdp._model import (
     check_same_shapes,
     forward_tokens,
@@ -63,9 +63,8 @@ __all__ = ["FsdpBackend"]
 
 _check = Checks(BackendError)
 
-_MOST_HELD_BYTES = 256 << 20
-"""Of whole weights between passes: nobody plans memory for them, and larger models take longer to compute than to
-gather."""
+_MOST_KEPT_BYTES = 256 << 20
+"""Limit of gathered weights that are kept between passes. The mapper plans no memory for them."""
 
 
 class FsdpBackend(TrainSteps):
@@ -106,10 +105,10 @@ class FsdpBackend(TrainSteps):
         self._has_unreduced_gradients = False
         self._kept: KeptPass | None = None
         whole_bytes = sum(map(math.prod, shapes.values())) * getattr(torch, config.dtype).itemsize
-        self._holds_whole = trainable and config.shard == "root" and whole_bytes <= _MOST_HELD_BYTES
-        """True if scoring leaves gathered weights for the update that follows."""
-        self._gathered_at: int | None = None
-        """Changes of the weights that a scoring has left whole, if one has."""
+        self._keeps_gathered = trainable and config.shard == "root" and whole_bytes <= _MOST_KEPT_BYTES
+        """True if scoring keeps the weights that it gathered, for the update that follows."""
+        self._gathered: WeightState | None = None
+        """Weights that a scoring has kept. `state_dict()` of the model would free them behind this note."""
 
     @classmethod
     def build(
@@ -304,7 +303,7 @@ class FsdpBackend(TrainSteps):
         if keeps and self._head == "lm":
             request = replace(request, entropy=True)  # which most losses of a policy report
         parts: dict[str, list[tuple[MicroBatch, torch.Tensor]]] = defaultdict(list)
-        # What FSDP2 gathers in inference mode could not be gathered again outside.
+        # Buffers that FSDP2 allocates in inference mode cannot be written outside it.
         with torch.inference_mode(False), torch.set_grad_enabled(keeps), ExitStack() as end:
             end.callback(self._free_gathered)
             for micro_batch in micro_batches:
@@ -313,18 +312,22 @@ class FsdpBackend(TrainSteps):
                     parts[name].append((micro_batch, outputs[name].detach()))
                 if keeps:
                     tokens = [each.clone() for each in sequences.list_tokens()]
-                    self._kept = KeptPass(tokens, micro_batches, request, self.weight_changes, outputs)
-            if self._holds_whole:
-                self._gathered_at = self.weight_changes
+                    self._kept = KeptPass(tokens, micro_batches, request, self._weights_now(), outputs)
+            if self._keeps_gathered:
+                self._gathered = self._weights_now()
                 end.pop_all()
         return TensorDict({name: sequences.jagged(parts[name], *kind) for name, kind in kinds.items()}, [len(batch)])
 
+    def _weights_now(self) -> WeightState:
+        """Changes that were counted, and writes to the shards: others may write to what `local_weights` returned."""
+        return self.weight_changes, sum(shard._version for shard in self._shards().values())
+
     def _free_gathered(self) -> None:
-        self._gathered_at = None
+        self._gathered = None
         self._root.reshard()
 
     def _drop_passes(self) -> None:
-        """Frees what earlier passes have left for the next one."""
+        """Drops the kept pass and the gathered weights."""
         self._kept = None
         self._free_gathered()
 
@@ -339,7 +342,7 @@ class FsdpBackend(TrainSteps):
         return kept.select(request) if kept is not None and micro_batches is kept.micro_batches else None
 
     def _drop_gradients(self, optimizer: StepOptimizer | None) -> None:
-        self._kept = None
+        self._drop_passes()
         super()._drop_gradients(optimizer)
 
     def _forward(self, micro_batch: MicroBatch, *, request: OutputRequest) -> dict[str, torch.Tensor]:
@@ -363,7 +366,7 @@ class FsdpBackend(TrainSteps):
         is_first: bool,
     ) -> None:
         kept = self._take_kept(micro_batches, request)
-        self._gathered_at = None  # the last backward pass frees them
+        self._gathered = None  # the last backward pass frees them
         with self._accumulating(is_first=is_first):
             for number, micro_batch in enumerate(micro_batches, 1):
                 self._reduce_after_backward(number == len(micro_batches))
@@ -416,7 +419,7 @@ class FsdpBackend(TrainSteps):
 
         # With `shard="layer"` every micro-batch gathers every layer.
         gathers = self._config.shard == "layer" and len(self._ranks) > 1
-        kept = self._kept if self._kept is not None and self._kept.serves(request, self.weight_changes) else None
+        kept = self._kept if self._kept is not None and self._kept.serves(request, self._weights_now()) else None
         agreed = agree_on_micro_batches(
             prepare,
             self._config.micro_batch_tokens,
@@ -426,10 +429,10 @@ class FsdpBackend(TrainSteps):
             enough_tokens=None if gathers else find_enough_tokens(self._device),
             arguments={"temperature": request.temperature, "denominator": denominator},
             kept=None if kept is None else (kept.tokens, kept.micro_batches),
-            holds_weights=self._gathered_at == self.weight_changes,
+            holds_weights=self._gathered is not None and self._gathered == self._weights_now(),
         )
         if not agreed.all_hold_weights:
-            # What one rank still has, another one may have freed, or changed: all of them gather, or none.
+            # Another rank may have freed its gathered weights, or may have other shards: all ranks gather, or none.
             self._free_gathered()
         return agreed.sequences, agreed.micro_batches
 

@@ -12,7 +12,10 @@ from hf_engine.training.outputs import OutputRequest
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["KeptPass", "is_small"]
+__all__ = ["KeptPass", "WeightState", "is_small"]
+
+WeightState = tuple[int, int]
+"""Counts by which a backend recognizes its weights: `weight_changes`, and writes to its shards."""
 
 _SHARE = 4
 """Passes that together hold what one micro-batch may: those of an actor, two critics, and the one that is computed."""
@@ -25,14 +28,14 @@ class KeptPass(NamedTuple):
     """Copies of what `SequenceBatch.list_tokens` gave: the batch's own memory may be written to until the update."""
     micro_batches: Sequence[MicroBatch]
     request: OutputRequest
-    weight_changes: int
+    weights: WeightState
     """Of the backend when it was computed."""
     outputs: Mapping[str, torch.Tensor]
     """Of the model, with the graph."""
 
-    def serves(self, request: OutputRequest, weight_changes: int) -> bool:
+    def serves(self, request: OutputRequest, weights: WeightState) -> bool:
         """Returns True if it has what a pass that is asked for now would compute of the same rows."""
-        if self.weight_changes != weight_changes or request.entropy > self.request.entropy:
+        if self.weights != weights or request.entropy > self.request.entropy:
             return False
         return replace(self.request, entropy=request.entropy) == request
 

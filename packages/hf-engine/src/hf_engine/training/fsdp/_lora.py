@@ -97,7 +97,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
     def perturbed_adapters(self, *, seed: int, std: float) -> Iterator[None]:
         """Inside the block, every `B` is drawn; afterwards all are back bit for bit."""
         self._offloaded.require_weights("perturbed_adapters")
-        self._kept = None
+        self._drop_passes()
         boxes, shards = self._layout.boxes_of(dist.get_rank()), self._shards()
         names = [name for name in shards if name.endswith(f".{FACTORS[1]}.weight")]
         kept = {name: shards[name].clone() for name in names}
@@ -130,8 +130,9 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
             super()._add_gradients(*arguments, **options)
 
     def _take_step(self, method: str) -> Metrics:
+        before = self.weight_changes
         metrics = super()._take_step(method)
-        self._adapter_changes += 1
+        self._adapter_changes += self.weight_changes - before  # none if the step was skipped
         return metrics
 
     def export_adapter(self, directory: str | Path, *, base: str) -> None:
