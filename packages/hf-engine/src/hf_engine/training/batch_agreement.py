@@ -14,10 +14,10 @@ from hf_engine.agreement import together
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_protocols.errors import BatchError
 
-__all__ = ["Agreed", "agree_on_micro_batches"]
+__all__ = ["AgreedBatch", "agree_on_micro_batches"]
 
 
-class Agreed(NamedTuple):
+class AgreedBatch(NamedTuple):
     """Rows and micro-batches of this rank, and what all ranks have in common."""
 
     sequences: SequenceBatch
@@ -39,7 +39,7 @@ def agree_on_micro_batches(
     arguments: Mapping[str, object] | None = None,
     kept: tuple[Sequence[torch.Tensor], Sequence[MicroBatch]] | None = None,
     holds_weights: bool = True,
-) -> Agreed:
+) -> AgreedBatch:
     """This rank's rows and micro-batches, with as many dummies as keep it in step with the rank that has most.
 
     Args:
@@ -82,9 +82,9 @@ def agree_on_micro_batches(
     if needs_rows and not num_micro_batches:
         raise BatchError("the batch has no rows on any data-parallel rank: there is nothing to take a step on")
     if kept is not None and not differs:
-        return Agreed(sequences, kept[1], holds_weights)
+        return AgreedBatch(sequences, kept[1], holds_weights)
     dummies = [MicroBatch.dummy() for _ in range(max(1, num_micro_batches) - len(micro_batches))]
-    return Agreed(sequences, micro_batches + dummies, holds_weights)
+    return AgreedBatch(sequences, micro_batches + dummies, holds_weights)
 
 
 def _by_replica(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> list[int]:
