@@ -1,7 +1,7 @@
 """Measures the cost of one PPO iteration in the controller: CPU seconds and bytes with 8, 64, 512 and 4,096 ranks.
 
 Actors are recorded instead of started (`recorded_ray`): messages are packed, sent and counted, answers are read,
-and no rank runs. Ray's own cost of a message is not part of it. The iteration has the thirteen calls of PPO with four
+and no rank runs. Ray's own cost of a message is not part of it. The iteration has the fourteen calls of PPO with four
 mini-batches: generation, log-probs, values, reference and reward on all ranks, advantages on one, and two updates for
 each mini-batch. There are four rows for every rank; the tensors are eight wide.
 

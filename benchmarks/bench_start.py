@@ -5,11 +5,12 @@ before it trains. The clock starts with the program and stops when the first ite
 `start_s` in the run's `summary.json`; what is not in its phases are imports. Runs take turns.
 
 Bare Ray stands next to it: a program that imports torch, tensordict and transformers, starts Ray as the executor does,
-and has one actor for each worker of the run. Two actors import what the ranks of a sharded model import. The third
-one imports torch and tensordict, like the worker of the reward and of the advantages. No model is built.
+with its settings that shorten the start, and has one actor for each worker of the run. Two actors import what the ranks
+of a sharded model import. The third one imports torch and tensordict, like the worker of the reward and of the
+advantages. No model is built.
 
 Further runs of both on Ray have their CPU time counted until then: of the program, of the workers, and of all other
-processes, which are Ray's. Their sum divided by the cores is about the shortest time that the same work could take.
+processes, which are Ray's and the executor's watchdog. The same work takes at least their sum divided by the cores.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ EXECUTORS = ("in_process", "ray")
 SAMPLE_S = 0.1
 KINDS = ("program", "workers", "ray")
 NUM_WORKERS = 3
+MOST_LATE_S = 0.5
 BARE_RAY = """
 import time
 
@@ -199,10 +201,13 @@ class CpuMeter:
         self._thread.join()
 
     def read(self, end_s: float) -> dict[str, float]:
-        """CPU seconds until a time, by kind; those of processes that had ended by then are among them."""
+        """CPU seconds until a time, by kind: at least those of the last sample before it."""
         if len(self._workers) != NUM_WORKERS:
             raise SystemExit(f"{len(self._workers)} workers were seen, not {NUM_WORKERS}")
-        return [cpu for at_s, cpu in self._samples if at_s <= end_s][-1]
+        at_s, cpu = [each for each in self._samples if each[0] <= end_s][-1]
+        if end_s - at_s > MOST_LATE_S:
+            raise SystemExit(f"the last sample is {end_s - at_s:.1f} s old")
+        return cpu
 
     def _watch(self) -> None:
         while not self._is_over.wait(SAMPLE_S):

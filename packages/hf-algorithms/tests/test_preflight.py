@@ -38,6 +38,7 @@ from hf_protocols import (
     ParallelSpec,
     PlanError,
     PoolPlan,
+    read_machine_limits,
     register,
 )
 from hf_protocols.validation import show
@@ -503,6 +504,41 @@ def test_a_warm_start_needs_a_model_that_generates(build: Callable[..., Config])
     ):
         check_batches(config)
     check_batches(config.model_copy(update={"warm_start": WarmStartConfig()}))
+
+
+@pytest.mark.parametrize(
+    ("own", "address", "given", "threads"),
+    [
+        (["critic"], "local", None, {"OMP_NUM_THREADS": "2"}),
+        (["critic", "reference"], "local", None, {"OMP_NUM_THREADS": "1"}),
+        ([], "local", None, {}),
+        (["critic"], "local", "7", {}),
+        (["critic"], "10.0.0.1:6379", None, {}),
+    ],
+)
+def test_models_in_pools_of_their_own_share_the_cores(
+    build: Callable[..., Config],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    own: list[str],
+    address: str,
+    given: str | None,
+    threads: dict[str, str],
+) -> None:
+    """Of a host with eight cores and two ranks for each pool of models."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    limits = dataclasses.replace(read_machine_limits(), num_cpus=8)
+    monkeypatch.setattr("hf_algorithms.run.wiring.read_machine_limits", lambda: limits)
+    config, plan = build(warm_start={"max_steps": 0}, cluster={"address": address}), plan_of(2)
+    slots = (MachinePlan(gpu_kind="cpu", slots=2),)
+    pools = (*plan.pools, *(PoolPlan(name=role, machines=slots) for role in own))
+    models = {role: dataclasses.replace(each, pool=role) if role in own else each for role, each in plan.models.items()}
+    plan = dataclasses.replace(plan, pools=pools, models=models)
+    groups = build_roles(TracingExecutor(), config, plan, load_inputs(config, tmp_path / "model"), ()).groups
+    found = {role: group.spec.environment for role, group in groups.items()}
+    assert found == {role: threads if role in ("actor", "critic", "reference") else {} for role in plan.models}
 
 
 def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[..., Config], tmp_path: Path) -> None:

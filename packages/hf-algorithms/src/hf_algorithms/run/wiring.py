@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import os
+from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from hf_algorithms.roles import Roles
 from hf_algorithms.workers import EVALUATED, RoleSetup
 from hf_controller import WorkerSpec, build_pools
 from hf_engine import SamplingParams
-from hf_protocols import ParallelSpec, Topology
+from hf_protocols import ParallelSpec, Topology, read_machine_limits
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -41,8 +42,12 @@ def build_roles(
         HybridFlowError: for roles that do not fit their pool or one another, or what a worker's constructor raised.
     """
     groups = {}
+    environment = _share_cores(config, plan)
     for name, pool in build_pools(plan).items():
-        specs = {role: _build_spec(role, config, plan, inputs, search_path, failed) for role in plan.roles_of(name)}
+        specs = {
+            role: _build_spec(role, config, plan, inputs, search_path, failed, environment)
+            for role in plan.roles_of(name)
+        }
         groups.update(executor.build_groups(pool, specs, fused=len(specs) > 1, wait=False))
     executor.wait_until_ready()
     unscored = () if config.reward.evaluates_model else EVALUATED
@@ -77,6 +82,7 @@ def _build_spec(
     inputs: ModelInputs,
     search_path: Sequence[str],
     failed: Collection[int],
+    environment: Mapping[str, str],
 ) -> WorkerSpec:
     declared, placed = config.recipe.role(role), plan.models[role]
     worker = declared.load_worker()
@@ -93,7 +99,25 @@ def _build_spec(
         worker = build_recording_worker(worker, recorder, failed)
     topology = Topology(placed.train or ParallelSpec(), placed.generation)
     balances = declared.has_model and config.training.balance_tokens
-    return WorkerSpec(worker=worker, topology=topology, kwargs=kwargs, seed=config.run.seed, balance_tokens=balances)
+    return WorkerSpec(
+        worker=worker,
+        topology=topology,
+        kwargs=kwargs,
+        seed=config.run.seed,
+        environment=environment if declared.has_model else {},
+        balance_tokens=balances,
+    )
+
+
+def _share_cores(config: Config, plan: MappingPlan) -> dict[str, str]:
+    """The variable by which models in pools of their own share a host's cores, which each pool alone would use."""
+    declared = {each.name: each for each in config.recipe.roles}
+    pools = {placed.pool for role, placed in plan.models.items() if declared[role].has_model}
+    is_shared = len(pools) > 1 and config.cluster.gpu == "cpu" and config.cluster.address == "local"
+    if not is_shared or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    num_ranks = sum(pool.num_slots for pool in plan.pools if pool.name in pools)
+    return {"OMP_NUM_THREADS": str(max(1, read_machine_limits().num_cpus // num_ranks))}
 
 
 def _takes_recorder(worker: type[Worker]) -> bool:

@@ -163,7 +163,9 @@ class WorkerSpec:
         seed: seed of the global generators, equal on all ranks.
         environment: variables of the ranks' processes, set before anything heavy is imported there. Roles that share
             processes share them. `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and
-            `MASTER_PORT` are set there as torchrun does, and refused here.
+            `MASTER_PORT` are set there as torchrun does, and refused here. `OMP_NUM_THREADS`, here or in the program's
+            environment, is the number of torch's threads in a rank. By default ranks on CPUs divide the cores of their
+            machine among those of their pool, and ranks with a GPU or without a process group have one thread.
         balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
             still differs by at most one, and results come back in their logical order.
 

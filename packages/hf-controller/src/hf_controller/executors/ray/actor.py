@@ -28,6 +28,7 @@ from hf_controller.groups.default_group import (
     seed_generators,
 )
 from hf_controller.groups.worker import Connection, Worker, WorkerContext, WorkerSpec, construct_worker
+from hf_protocols import read_machine_limits
 
 if TYPE_CHECKING:
     from hf_controller.data.transport import SliceReply, SliceRequest
@@ -54,6 +55,7 @@ class Construction:
         device: `"cpu"` or `"cuda"`.
         slots: slots on each machine.
         environment: variables to set.
+        threads: OMP_NUM_THREADS of the program; None where it is not set.
         process_group: whether a worker needs the default process group.
         on_one_machine: whether all ranks share a machine.
         collective_timeout_s: deadline of every collective.
@@ -66,6 +68,7 @@ class Construction:
     device: str
     slots: tuple[int, ...]
     environment: Mapping[str, str]
+    threads: str | None
     process_group: bool
     on_one_machine: bool
     collective_timeout_s: float
@@ -232,7 +235,7 @@ class RankActor(CallServer):
         import torch
 
         # This thread runs every call; torch counts threads per calling thread.
-        torch.set_num_threads(1)
+        torch.set_num_threads(_choose_threads(construction, int(os.environ["LOCAL_WORLD_SIZE"])))
         if construction.process_group:
             join_default_group(
                 self._rank,
@@ -274,6 +277,20 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
         "LOCAL_WORLD_SIZE": str(local_size),
         **met,
     }
+
+
+def _choose_threads(construction: Construction, local_size: int) -> int:
+    """Returns torch's threads in a rank: OMP_NUM_THREADS, or else a host rank's share of the cores, and 1 with a GPU.
+
+    Ranks without a process group have 1, because they share the machine with those that have one. Ray sets
+    OMP_NUM_THREADS in every worker, so only the program's own or the role's counts.
+    """
+    given = construction.environment.get("OMP_NUM_THREADS", construction.threads or "").partition(",")[0].strip()
+    if given.isdecimal() and int(given):
+        return int(given)
+    if construction.device != "cpu" or not construction.process_group:
+        return 1
+    return max(1, read_machine_limits().num_cpus // local_size)
 
 
 def _cut(arrays: list[Any], request: SliceRequest) -> SliceReply:

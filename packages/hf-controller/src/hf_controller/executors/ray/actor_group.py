@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -100,6 +101,7 @@ class ActorGroup:
             device=pool.device,
             slots=pool.slots,
             environment=packed.environment,
+            threads=os.environ.get("OMP_NUM_THREADS"),
             process_group=process_group,
             on_one_machine=placed.on_one_machine,
             collective_timeout_s=collective_timeout_s,
