@@ -105,6 +105,7 @@ with RayExecutor(num_cpus=3, object_store_bytes=100 * 2**20, deadlines=deadlines
         lost.wait()
         report(single.die(0))
         report(pair.fail())  # its own exception, even if others died elsewhere
+        time.sleep(3)  # each rank hears by itself that the owner of `lost` died; one that had not would end the group
         report(pair.echo(lost))
         pair.echo(lost)  # the program knows why
         early = pair.fail()
