@@ -5,6 +5,9 @@ and no rank runs. Ray's own cost of a message is not part of it. The iteration h
 mini-batches: generation, log-probs, values, reference and reward on all ranks, advantages on one, and two updates for
 each mini-batch. There are four rows for every rank; the tensors are eight wide.
 
+The in-process executor has no messages: it is measured with 64 to 2,048 ranks of one program, two data-parallel calls
+in which every rank adds one to a row, of which the second takes what the first made.
+
 Exits with 1 if a target is missed.
 """
 
@@ -18,7 +21,7 @@ from measurement import record
 from recorded_ray import RecordedRay, recorded_ray
 from tensordict import TensorDict
 
-from hf_controller import RayExecutor, ResourcePool, Worker, WorkerGroup, WorkerSpec
+from hf_controller import InProcessExecutor, RayExecutor, ResourcePool, Worker, WorkerGroup, WorkerSpec
 from hf_protocols import (
     DP,
     RANK_ZERO,
@@ -37,8 +40,9 @@ ROWS_OF_RANK = 4
 NUM_MINI_BATCHES = 4
 MAX_US_PER_RANK_AND_CALL = 100.0
 MAX_ITERATION_S = 2.0
+IN_PROCESS_RANKS = (64, 256, 1024, 2048)
 MAX_GROWTH = 1.5
-"""Of the cost of a rank and call, and of its bytes, from 512 to 4,096 ranks."""
+"""Of the cost of a rank and call, and of its bytes, from 512 to 4,096 ranks; in process from 256 to 2,048 ranks."""
 
 
 class Unrun(Worker):
@@ -132,16 +136,44 @@ def measure(recorded: RecordedRay, ranks: int) -> dict[str, float]:
     return min(found[1:], key=lambda each: each["iteration_s"])
 
 
+class Adder(Worker):
+    """A rank of one program that does next to nothing."""
+
+    needs_process_group = False
+
+    @register(protocol=DP, reads=["x"], writes=["x"])
+    def add(self, batch: TensorDict) -> TensorDict:
+        return TensorDict({"x": batch["x"] + 1}, batch_size=batch.batch_size)
+
+
+def measure_in_process(ranks: int) -> dict[str, float]:
+    """The cheapest of some rounds of two calls in one program, after a first one that fills caches."""
+    rows = TensorDict({"x": torch.zeros(ranks, 8)}, batch_size=[ranks])
+    spec = WorkerSpec(worker=Adder, topology=Topology(ParallelSpec(dp_size=ranks)))
+    found: list[float] = []
+    with InProcessExecutor() as executor:
+        group = executor.build_groups(ResourcePool([ranks], device="cpu"), {"adder": spec})["adder"]
+        batch = executor.put(rows)
+        for _ in range(1 + ROUNDS):
+            start_s = time.process_time()
+            made = group.add(group.add(batch)).result()
+            found.append((time.process_time() - start_s) / 2)
+            assert bool((made["x"] == 2).all())
+    return {"call_s": min(found[1:]), "us_per_rank_and_call": min(found[1:]) / ranks * 1e6}
+
+
 def main() -> int:
     """Measure, print each target and whether it was reached, and keep the result."""
-    units = {"iteration_s": "s", "us_per_rank_and_call": "us", "bytes_per_rank_and_call": "bytes"}
+    units = {"iteration_s": "s", "call_s": "s", "us_per_rank_and_call": "us", "bytes_per_rank_and_call": "bytes"}
     with recorded_ray() as recorded:
         found = {ranks: measure(recorded, ranks) for ranks in RANKS}
+    alone = {ranks: measure_in_process(ranks) for ranks in IN_PROCESS_RANKS}
     record(
         "control",
         {
-            f"{ranks}_ranks_{name}": (round(value, 4), units.get(name, "messages"))
-            for ranks, each in found.items()
+            f"{prefix}{ranks}_ranks_{name}": (round(value, 4), units.get(name, "messages"))
+            for prefix, all_found in (("", found), ("in_process_", alone))
+            for ranks, each in all_found.items()
             for name, value in each.items()
         },
     )
@@ -156,6 +188,9 @@ def main() -> int:
         for name in ("us_per_rank_and_call", "bytes_per_rank_and_call")
     ]
     targets.append((f"{RANKS[-1]} ranks, s an iteration", most["iteration_s"], MAX_ITERATION_S))
+    base, last = IN_PROCESS_RANKS[1], IN_PROCESS_RANKS[-1]
+    growth = alone[last]["us_per_rank_and_call"] / alone[base]["us_per_rank_and_call"]
+    targets.append((f"in process, us a rank at {last} / at {base} ranks", growth, MAX_GROWTH))
     missed = [name for name, value, limit in targets if value > limit]
     for name, value, limit in targets:
         print(f"{'MISSED ' if name in missed else 'reached':8} {name:56} {value:10.2f} (wanted <= {limit})")

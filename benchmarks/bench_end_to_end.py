@@ -50,7 +50,9 @@ LARGEST_DIFFERENCE = 1e-4
 LARGEST_EXCESS = 0.1
 """Of one system's mean length over another's, where lengths are drawn: 2.5 standard errors of three rounds."""
 LEAST_NORM = 1e-3
-"""Of the stored update's whole gradient: a smaller one would prove nothing."""
+"""Of every parameter's gradient in the stored update: a smaller one would prove nothing."""
+COUNTED = {"tokens": "tokens a response", "padding": "share of an update's tokens"}
+"""Unit of what sides count in an iteration apart from seconds."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,10 @@ SYSTEMS = (
     *(Arrangement("ours", ranks, threads) for ranks, threads in ((1, 1), (1, 2), (2, 1))),
     *(Arrangement(side, 1, threads) for side in ("trl", "bare") for threads in (1, 2)),
 )
+
+
+class _VoidRunError(Exception):
+    """Both sides do not do the same: nothing was measured."""
 
 
 class SideProcess:
@@ -150,9 +156,7 @@ def main() -> int:
         if not measured:
             print(f"{name}: no system that was asked for runs it")
             continue
-        if not _pass_gate(given, programs):
-            return 2
-        found = _measure(name, given, measured, programs)
+        found = _compare_updates(given, programs) | _measure(name, given, measured, programs)
         ratio = found.get("speed_up", (0.0, ""))[0]
         print(f"{name}: {ratio:.2f} times the peer's best, wanted {TARGETS[name]}", flush=True)
         if ratio < TARGETS[name]:
@@ -232,8 +236,8 @@ def _write_batch(workload: Workload, path: Path) -> None:
     path.write_text(json.dumps({"prompts": prompts, "ids": ids, "rewards": rewards}))
 
 
-def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
-    """Returns True if both sides make the same update of the stored batch."""
+def _compare_updates(given: Mapping[str, Any], programs: Programs) -> dict[str, tuple[float, str]]:
+    """Differences between both sides' updates of the stored batch; ends the program where they are not the same."""
     from safetensors.torch import load_file
 
     answers, gradients = {}, {}
@@ -245,17 +249,26 @@ def _pass_gate(given: Mapping[str, Any], programs: Programs) -> bool:
         with _started(Arrangement(side, 1, 1), stored, programs) as process:
             answers[side] = process.read()
         gradients[side] = load_file(path)
-    differences = {"loss": abs(answers["ours"]["loss"] - answers["trl"]["loss"])}
+    loss, theirs_loss = (answers[side]["loss"] for side in sides)
+    # Where all summands have one weight, those of GRPO add up to nothing.
+    differences = {"loss": abs(loss - theirs_loss) / max(abs(theirs_loss), answers["ours"]["summand"])}
     norms = {name: float(each.double().norm()) for name, each in gradients["trl"].items()}
-    whole = sum(each**2 for each in norms.values()) ** 0.5
     for name in gradients["ours"].keys() | norms.keys():
         ours, theirs = (gradients[side][name].double() for side in sides)
-        # A tensor whose own gradient is next to nothing is compared with the whole one.
-        differences[name] = float((ours - theirs).norm()) / max(norms[name], LEAST_NORM * whole)
-    worst = max(differences, key=differences.__getitem__)
-    same_prompts = answers["ours"]["prompt_ids"] == answers["trl"]["prompt_ids"]
-    print(f"{given['workload']}: largest difference {differences[worst]:.1e} ({worst}), gradient norm {whole:.2e}")
-    return same_prompts and whole > LEAST_NORM and differences[worst] <= LARGEST_DIFFERENCE
+        differences[name] = float((ours - theirs).norm()) / norms[name]
+    worst, least = max(differences, key=differences.__getitem__), min(norms, key=norms.__getitem__)
+    print(f"{given['workload']}: largest difference {differences[worst]:.1e} ({worst}), loss {differences['loss']:.1e}")
+    print(f"{given['workload']}: smallest norm of a gradient {norms[least]:.2e} ({least})")
+    if answers["ours"]["prompt_ids"] != answers["trl"]["prompt_ids"]:
+        raise _VoidRunError("the sides have other tokens of the same prompts")
+    if not differences[worst] <= LARGEST_DIFFERENCE:
+        raise _VoidRunError(f"{worst} differs by {differences[worst]:.1e}, at most {LARGEST_DIFFERENCE} is allowed")
+    if not norms[least] > LEAST_NORM:
+        raise _VoidRunError(f"the gradient of {least} has a norm of {norms[least]:.1e}, which proves nothing")
+    found = {"loss": differences.pop("loss"), "gradient": max(differences.values())}
+    return {f"update_{name}_difference": (float(f"{each:.2g}"), "relative") for name, each in found.items()} | {
+        "update_least_gradient": (float(f"{norms[least]:.3g}"), "norm of a parameter's gradient")
+    }
 
 
 def _race(options: argparse.Namespace) -> int:
@@ -266,10 +279,8 @@ def _race(options: argparse.Namespace) -> int:
         "ours": (Path(sys.executable), "end_to_end_ours.py"),
         "trl": (make_environment(environment, installs), program),
     }
-    if not _pass_gate(given, programs):
-        return 2
+    metrics = _compare_updates(given, programs)
     seconds: dict[str, list[float]] = {side: [] for side in programs}
-    metrics: dict[str, tuple[float, str]] = {}
     for seed in RACE_SEEDS:
         for side in programs if seed % 2 else reversed(programs):
             with _started(Arrangement(side, 1, 2), {**given, "seed": seed}, programs) as process:
@@ -300,7 +311,7 @@ def _measure(
     rates: dict[Arrangement, list[float]] = {}
     used: dict[Arrangement, list[float]] = {}
     phases: dict[Arrangement, list[dict[str, float]]] = {}
-    tokens: dict[Arrangement, list[float]] = {}
+    counted: dict[str, dict[Arrangement, list[float]]] = {kind: {} for kind in COUNTED}
     resident: dict[Arrangement, list[int]] = {}
     rows = WORKLOADS[name].num_rows
     with ExitStack() as stack:
@@ -319,7 +330,8 @@ def _measure(
                 found = sides[system].go()
                 after_s, now = sides[system].measure()
                 resident[system].append(now)
-                tokens.setdefault(system, []).extend(each.pop("tokens") for each in found if "tokens" in each)
+                for kind, of in counted.items():
+                    of.setdefault(system, []).extend(each.pop(kind) for each in found if kind in each)
                 wall_s = statistics.median(each["wall"] for each in found)
                 rates.setdefault(system, []).append(rows / wall_s)
                 used.setdefault(system, []).append((after_s - before_s) / len(found))
@@ -327,11 +339,18 @@ def _measure(
                 print(f"{name} {system.name}: {rows / wall_s:.1f} samples/s, {used[system][-1]:.3f} CPU s", flush=True)
                 parts = {phase: statistics.median(row.get(phase, 0.0) for row in found) for phase in found[-1]}
                 print("   ", ", ".join(f"{phase} {1000 * each:.1f} ms" for phase, each in parts.items()), flush=True)
-    lengths = {system.name: statistics.mean(found) for system, found in tokens.items() if found}
+    means = {
+        (system.name, kind): statistics.mean(found)
+        for kind, of in counted.items()
+        for system, found in of.items()
+        if found
+    }
     if WORKLOADS[name].is_ragged:
-        _check_lengths(lengths)
+        _check_lengths({system: each for (system, kind), each in means.items() if kind == "tokens"})
     metrics = _summarise(systems, rates, used, phases, resident)
-    return metrics | {f"{system}_tokens": (round(each, 1), "tokens a response") for system, each in lengths.items()}
+    return metrics | {
+        f"{system}_{kind}": (float(f"{each:.4g}"), COUNTED[kind]) for (system, kind), each in means.items()
+    }
 
 
 def _check_order(run: Path, order: Path) -> None:
@@ -339,14 +358,14 @@ def _check_order(run: Path, order: Path) -> None:
     lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
     drawn = [[row for _, row, _ in line["prompts"]] for line in lines if line["state"] == "planned"]
     if not drawn or drawn != json.loads(order.read_text())[: len(drawn)]:
-        sys.exit(f"{run} draws other prompts than its peer is given: nothing was measured")
+        raise _VoidRunError(f"{run} draws other prompts than its peer is given")
 
 
 def _check_lengths(lengths: Mapping[str, float]) -> None:
     """Refuses a comparison of responses of other lengths."""
     print(f"tokens a response: {', '.join(f'{name} {each:.1f}' for name, each in lengths.items())}", flush=True)
     if max(lengths.values()) > (1 + LARGEST_EXCESS) * min(lengths.values()):
-        sys.exit(f"responses of one system are more than {LARGEST_EXCESS:.0%} longer: the comparison is void")
+        raise _VoidRunError(f"responses of one system are more than {LARGEST_EXCESS:.0%} longer")
 
 
 def _summarise(
@@ -387,6 +406,10 @@ def _find_rest(phases: Mapping[str, float]) -> float:
 
 if __name__ == "__main__":
     started_s = time.monotonic()
-    code = main()
+    try:
+        code = main()
+    except _VoidRunError as error:
+        print(f"void: {error}")
+        code = 2
     print(f"took {time.monotonic() - started_s:.0f} s")
     sys.exit(code)

@@ -60,6 +60,7 @@ def _pace(options: dict[str, Any], pacer: Pacer) -> None:
         pacer.end_iteration(
             {_PHASES.get(name, name): named[name] for name in (*_PHASES, "advantages") if name in named},
             tokens=metrics["response/tokens"],
+            padding=metrics["batch/padding"],
         )
 
     iterations = sum(options["segments"]) + 1  # the last one, with its evaluation, is not reached
@@ -145,7 +146,10 @@ def _train(
 
 
 def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
-    """Loss and gradients of one update on the stored completions and rewards; writes the gradients."""
+    """Loss and gradients of one update on the stored completions and rewards; writes the gradients.
+
+    Its `summand` is the mean absolute advantage of a token: losses of GRPO are means of summands that cancel out.
+    """
     import torch.distributed as dist
     from safetensors.torch import save_file
 
@@ -168,7 +172,8 @@ def _pass_gate(options: dict[str, Any]) -> dict[str, Any]:
         loss += weight * share
         gradients |= {prefix + name: weight * each for name, each in found.items()}
     save_file(gradients, options["gradients"])
-    return {"loss": loss, "prompt_ids": prompt_ids}
+    summand = columns["advantages"].abs().sum() / columns["response_mask"].sum()
+    return {"loss": loss, "summand": float(summand), "prompt_ids": prompt_ids}
 
 
 def _read_batch(options: dict[str, Any]) -> tuple[dict[str, list[int]], dict[str, Any]]:

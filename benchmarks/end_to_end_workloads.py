@@ -165,17 +165,16 @@ class Pacer:
         self._wait()
 
     def end_iteration(
-        self, phases: dict[str, float] | None = None, seconds: float | None = None, tokens: float | None = None
+        self, phases: dict[str, float] | None = None, seconds: float | None = None, **counted: float
     ) -> None:
         """Takes down an iteration, of the time since the last one; waits for the next command where a segment ends.
 
         Args:
             phases: seconds by phase; None: what was added to `self.phases`.
             seconds: of the iteration, in place of the time since the last one.
-            tokens: mean tokens of its responses, where lengths are drawn.
+            counted: of the iteration: `tokens`, the mean of its responses, and `padding`, its share in an update.
         """
         wall_s = time.perf_counter() - self._start_s if seconds is None else seconds
-        counted = {} if tokens is None else {"tokens": tokens}
         self._rows.append({"wall": wall_s, **(self.phases if phases is None else phases), **counted})
         self.phases.clear()
         if len(self._rows) == self._segments[0]:

@@ -89,6 +89,8 @@ def tensors_in_files(
         tensors: by name in the model, each with memory.
         first_rows: by name, of which row, or expert, of the whole parameter a tensor begins; 0 by default.
     """
+    if not names:
+        return dict(tensors)
     named = {}
     for name, tensor in tensors.items():
         for part in _parts(names, name, tuple(tensor.shape), (first_rows or {}).get(name, 0)):

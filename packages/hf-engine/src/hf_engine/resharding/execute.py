@@ -17,7 +17,7 @@ from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
-from hf_engine.resharding.steps import CHECKSUM_BYTES, Checksums, Step, build_step, locate
+from hf_engine.resharding.steps import CHECKSUM_BYTES, Checksums, RegionViews, Step, build_step, locate
 from hf_engine.resharding.tensor_checks import check_readable, check_weights, check_writable
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks
@@ -44,8 +44,6 @@ Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 Buffers = list[list[torch.Tensor]]
 """Communication buffers: for each of two rounds in flight one that goes out and one that comes in."""
-
-_Parts = dict[str, list[torch.Tensor]]
 
 _UNKNOWN = -1
 """In the place of a version: this rank was not told one."""
@@ -150,7 +148,7 @@ class ReshardExecutor:
             target: this rank's tensors in the target layout; written in place, cast where dtypes differ.
             version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
                 None, for a rank that only receives, takes the senders' if they agree.
-            mover: moves this rank's training shard into the target instead of copying it.
+            mover: moves this rank's training shard into the target instead of copying it; made of these tensors.
 
         Raises:
             ReshardError: on every rank: before anything moves, for an invalid version or tensors that do not match the
@@ -163,7 +161,11 @@ class ReshardExecutor:
             check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
             check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
         checksums = Checksums()
-        self._exchange(as_parts(source), as_parts(target), checksums, _UNKNOWN if version is None else version, mover)
+        if mover is None:
+            held, wanted = RegionViews(as_parts(source)), RegionViews(as_parts(target))
+        else:
+            held, wanted = mover.held, mover.wanted
+        self._exchange(held, wanted, checksums, _UNKNOWN if version is None else version, mover)
         if self._steps:
             version = self._check_checksums(checksums.versions(), checksums.damaged(), version)
         return Transfer(
@@ -197,13 +199,13 @@ class ReshardExecutor:
         self._is_agreed = True
 
     def _exchange(
-        self, held: _Parts, wanted: _Parts, checksums: Checksums, version: int, mover: ShardMover | None
+        self, held: RegionViews, wanted: RegionViews, checksums: Checksums, version: int, mover: ShardMover | None
     ) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
         pending: tuple[Step, torch.Tensor, list[dist.Work]] | None = None
         if mover is None:
             for destination, origin in self._kept:
-                destination.of(wanted).copy_(origin.of(held))
+                wanted.at(destination).copy_(held.at(origin))
         else:
             mover.lend(self._first[-1])  # all at once: a call for each takes time
             # These come first, while the generation shard is incomplete and there is room for a parameter twice.
@@ -225,7 +227,7 @@ class ReshardExecutor:
             self._finish(pending, wanted, checksums)
 
     def _finish(
-        self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: _Parts, checksums: Checksums
+        self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: RegionViews, checksums: Checksums
     ) -> None:
         step, incoming, works = pending
         for work in works:

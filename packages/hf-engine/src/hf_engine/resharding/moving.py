@@ -18,7 +18,7 @@ import torch
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.plan import ReshardPlan
-from hf_engine.resharding.steps import Region, locate
+from hf_engine.resharding.steps import Region, RegionViews, locate
 from hf_engine.resharding.tensor_checks import check_resizable
 
 __all__ = ["ShardMover", "hold_training_weights", "storage_bytes"]
@@ -67,6 +67,7 @@ class ShardMover:
         padding: Sequence[torch.Tensor] = (),
     ) -> None:
         self._train, self._generation = train, generation
+        self.held, self.wanted = RegionViews(train), RegionViews(generation)
         held, wanted = plan.source.boxes_of(rank), plan.target.boxes_of(rank)
         self._kept: dict[str, list[tuple[Region, Region]]] = defaultdict(list)
         kept_numel: dict[str, int] = defaultdict(int)
@@ -172,7 +173,7 @@ class ShardMover:
                 if not self._home_storages[home].nbytes():
                     self._home_storages[home].resize_(self._home_bytes[home])
             for destination, origin in self._kept[name]:
-                destination.of(self._generation).copy_(origin.of(self._train))
+                self.wanted.at(destination).copy_(self.held.at(origin))
 
     def empty(self, names: Iterable[str]) -> None:
         """Empties the training storages whose parameters have all been kept and sent."""
@@ -245,7 +246,7 @@ class ShardMover:
             for inside, destination in self._kept[name]:
                 # Another part may lie in a storage that is still empty; torch makes no view of such a storage.
                 if self._train[name][destination.part].untyped_storage()._cdata == key:
-                    destination.of(self._train).copy_(inside.of(self._generation))
+                    self.held.at(destination).copy_(self.wanted.at(inside))
 
     def _empty_homes(self, homes: Iterable[int]) -> None:
         for home in homes:

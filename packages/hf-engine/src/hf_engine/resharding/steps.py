@@ -19,7 +19,16 @@ from hf_engine.resharding.digest import digest_words
 from hf_engine.resharding.plan import Message
 from hf_engine.resharding.rounds import GatherRound, PeerRound
 
-__all__ = ["CHECKSUM_BYTES", "Checksums", "Region", "Step", "build_step", "gathers_by_messages", "locate"]
+__all__ = [
+    "CHECKSUM_BYTES",
+    "Checksums",
+    "Region",
+    "RegionViews",
+    "Step",
+    "build_step",
+    "gathers_by_messages",
+    "locate",
+]
 
 CHECKSUM_BYTES = 16
 """Bytes of a message's checksum: digest and version, 64 bits each."""
@@ -35,9 +44,25 @@ class Region(NamedTuple):
     part: int
     slices: tuple[slice, ...]
 
-    def of(self, tensors: _Tensors) -> torch.Tensor:
+
+class RegionViews:
+    """The views of a rank's tensors at their regions, each cut once: of a small tensor this takes longer than its copy.
+
+    As long as it lives, the tensors do. A view is cut while its tensor has memory, and may then outlive a time in which
+    the storage is empty.
+    """
+
+    def __init__(self, tensors: _Tensors) -> None:
+        self._tensors = tensors
+        self._views: dict[int, tuple[Region, torch.Tensor]] = {}
+
+    def at(self, region: Region) -> torch.Tensor:
         """The view of that part."""
-        return tensors[self.name][self.part][self.slices]
+        found = self._views.get(id(region))
+        if found is None:
+            view = self._tensors[region.name][region.part][region.slices]
+            found = self._views[id(region)] = region, view  # the region, too, so that no other gets its id
+        return found[1]
 
 
 def locate(boxes: _Boxes, name: str, box: Box) -> Region:
@@ -81,6 +106,32 @@ class _Piece(NamedTuple):
     start: int
     stop: int
     region: Region
+
+
+class _Pieces:
+    """Regions and their bytes in a flat buffer, whose views are cut once for each buffer."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        self._pieces = pieces
+        self._buffer: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []
+
+    @property
+    def names(self) -> set[str]:
+        return {piece.region.name for piece in self._pieces}
+
+    def pair(
+        self, buffer: torch.Tensor, dtype: torch.dtype, views: RegionViews
+    ) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Places in the buffer, as tensors of that dtype, each with the view of its region."""
+        parts = [views.at(piece.region) for piece in self._pieces]
+        if self._buffer is not buffer:
+            self._buffer = buffer
+            self._places = [
+                buffer[piece.start : piece.stop].view(dtype).view(part.shape)
+                for piece, part in zip(self._pieces, parts, strict=True)
+            ]
+        return zip(self._places, parts, strict=True)
 
 
 class Checksums:
@@ -143,7 +194,7 @@ class Step:
         gather_size: int = 1,
     ) -> None:
         self._outgoing, self._incoming = outgoing, incoming
-        self._packed, self._unpacked = packed, unpacked
+        self._packed, self._unpacked = _Pieces(packed), _Pieces(unpacked)
         self._is_gather = is_gather
         self.send_bytes = max((span.end for span in outgoing), default=0)
         self.recv_bytes = (
@@ -154,18 +205,17 @@ class Step:
     @property
     def packed_names(self) -> set[str]:
         """Source parameters that this step sends."""
-        return {piece.region.name for piece in self._packed}
+        return self._packed.names
 
     @property
     def unpacked_names(self) -> set[str]:
         """Target parameters that this step writes."""
-        return {piece.region.name for piece in self._unpacked}
+        return self._unpacked.names
 
-    def pack(self, held: _Tensors, outgoing: torch.Tensor, dtype: torch.dtype, version: int) -> None:
+    def pack(self, held: RegionViews, outgoing: torch.Tensor, dtype: torch.dtype, version: int) -> None:
         """Copies this rank's pieces into the buffer, cast to `dtype`, and checksums every message."""
-        for start, stop, region in self._packed:
-            view = region.of(held)
-            outgoing[start:stop].view(dtype).view(view.shape).copy_(view)
+        for place, view in self._packed.pair(outgoing, dtype, held):
+            place.copy_(view)
         for span in self._outgoing:
             checksum = outgoing[span.checksum : span.end].view(torch.int64)
             checksum[0] = span.digest(outgoing, version)
@@ -187,13 +237,12 @@ class Step:
         ]
         return list(dist.batch_isend_irecv(operations)) if operations else []
 
-    def unpack(self, incoming: torch.Tensor, wanted: _Tensors, dtype: torch.dtype, checksums: Checksums) -> None:
+    def unpack(self, incoming: torch.Tensor, wanted: RegionViews, dtype: torch.dtype, checksums: Checksums) -> None:
         """Copies what arrived into this rank's target tensors."""
         for span in self._incoming:
             checksums.add(incoming, span)
-        for start, stop, region in self._unpacked:
-            view = region.of(wanted)
-            view.copy_(incoming[start:stop].view(dtype).view(view.shape))
+        for place, view in self._unpacked.pair(incoming, dtype, wanted):
+            view.copy_(place)
 
 
 def build_step(

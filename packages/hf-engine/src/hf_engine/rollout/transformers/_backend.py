@@ -214,7 +214,7 @@ class TransformersBackend:
             BackendError: between `release` and `resume`: there is no weight in memory.
         """
         check_version(version)
-        if any(not parameter.untyped_storage().nbytes() for parameter in self._model.parameters() if parameter.nbytes):
+        if any(not parameter.untyped_storage().nbytes() for parameter in self._parameters.values() if parameter.nbytes):
             raise BackendError("the weights were released. Call resume() and send them again before commit_weights()")
         self._weight_version = version
         self._has_weights = True
@@ -225,20 +225,20 @@ class TransformersBackend:
         Raises:
             BackendError: inside `HybridEngine.generation()`, where training weights were moved into these.
         """
-        if hold_training_weights(self._model.parameters()):
+        if hold_training_weights(self._parameters.values()):
             raise BackendError(
                 "release() and close() would lose the training weights, which are inside the generation weights. Leave "
                 'generation() first, or build the HybridEngine with training_weights="keep"'
             )
-        freed = storage_bytes(self._model.parameters())
-        for parameter in self._model.parameters():
+        freed = storage_bytes(self._parameters.values())
+        for parameter in self._parameters.values():
             parameter.untyped_storage().resize_(0)
         self._has_weights = False
         return freed
 
     def resume(self) -> None:
         """Takes the weights' memory again; the contents must be sent again."""
-        for parameter in self._model.parameters():
+        for parameter in self._parameters.values():
             parameter.untyped_storage().resize_(parameter.nbytes)
 
     def close(self) -> None:
