@@ -70,8 +70,8 @@ class Arrangement:
 
 
 SYSTEMS = (
-    *(Arrangement("ours", ranks, threads) for ranks, threads in ((1, 1), (1, 2), (2, 1))),
-    *(Arrangement(side, 1, threads) for side in ("trl", "bare") for threads in (1, 2)),
+    *(Arrangement(side, ranks, threads) for side in ("ours", "trl") for ranks, threads in ((1, 1), (1, 2), (2, 1))),
+    *(Arrangement("bare", 1, threads) for threads in (1, 2)),
 )
 
 

@@ -24,6 +24,7 @@ _SYSTEMS = {
     "ours_2x1": "two ranks",
     "trl_1x1": "one thread",
     "trl_1x2": "two threads",
+    "trl_2x1": "two ranks",
     "bare_1x1": "one thread",
     "bare_1x2": "two threads",
 }

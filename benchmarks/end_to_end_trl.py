@@ -15,21 +15,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from end_to_end_workloads import GOAL, WORKLOADS, Pacer, Race, Workload, draw_prompts, open_answers, score, score_copies
+from end_to_end_workloads import (
+    GOAL,
+    WORKLOADS,
+    Pacer,
+    Race,
+    Workload,
+    draw_prompts,
+    open_answers,
+    score,
+    score_copies,
+    start_ranks,
+)
 
 
 def main() -> None:
     """Serve one workload: the gate, segments of iterations, or a race."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
-    answer = open_answers(options["answers"])
+    is_first = start_ranks(options["ranks"])
+    answer = open_answers(options["answers"] if is_first else None)
     if options["gate"]:
         answer(_pass_gate(options))
         return
     if "seed" in options:
         _race(options, Race(answer))
         return
-    pacer = Pacer(answer, options["segments"])
+    pacer = Pacer(answer, options["segments"], waits=is_first)
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
     drawn = [prompts[row] for rows in json.loads(Path(options["order"]).read_text()) for row in rows]
     max_steps, config = sum(options["segments"]), {"shuffle_dataset": False}
@@ -53,9 +65,15 @@ def _build_trainer(
         def _generate(self, given: list[str]) -> Any:
             found = timed("generate", super()._generate, given)
             if pacer:
-                expected = list(islice(left, workload.num_prompts))
+                share = workload.num_prompts // self.accelerator.num_processes
+                first = share * self.accelerator.process_index
+                expected = list(islice(left, workload.num_prompts))[first : first + share]
                 assert given[:: workload.num_samples] == expected, "the trainer reads other prompts than ours"
-                self.mean_tokens = sum(map(len, found[1])) / len(found[1])
+                mean_tokens = torch.tensor(sum(map(len, found[1])) / len(found[1]))
+                # Where every response is as long as it may be, no rank need ask.
+                self.mean_tokens = float(
+                    self.accelerator.reduce(mean_tokens, "mean") if workload.is_ragged else mean_tokens
+                )
             return found
 
         def _calculate_rewards(self, *arguments: Any) -> Any:
@@ -125,7 +143,7 @@ def _build_config(options: dict[str, Any], workload: Workload, max_steps: int, c
         logging_strategy="no",
         disable_tqdm=True,
         max_steps=max_steps,
-        per_device_train_batch_size=workload.num_rows,
+        per_device_train_batch_size=workload.num_rows // options["ranks"],
         num_generations=workload.num_samples,
         max_completion_length=workload.new_tokens,
         generation_kwargs={} if workload.is_ragged else {"min_new_tokens": workload.new_tokens},

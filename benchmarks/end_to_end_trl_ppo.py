@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from end_to_end_workloads import VALUE_WEIGHT, WORKLOADS, Pacer, draw_prompts, open_answers, score
+from end_to_end_workloads import VALUE_WEIGHT, WORKLOADS, Pacer, draw_prompts, open_answers, score, start_ranks
 
 _MODULE = "trl.experimental.ppo.ppo_trainer"
 
@@ -33,11 +33,12 @@ def main() -> None:
     """Serve one workload: the gate, or segments of iterations."""
     options = json.loads(sys.argv[1])
     torch.set_num_threads(options["threads"])
-    answer = open_answers(options["answers"])
+    is_first = start_ranks(options["ranks"])
+    answer = open_answers(options["answers"] if is_first else None)
     if options["gate"]:
         answer(_pass_gate(options))
     else:
-        _train(options, Pacer(answer, options["segments"]))
+        _train(options, Pacer(answer, options["segments"], waits=is_first))
 
 
 def _build_trainer(options: Mapping[str, Any], prompts: list[str], max_steps: int, **more: Any) -> Any:
@@ -55,8 +56,8 @@ def _build_trainer(options: Mapping[str, Any], prompts: list[str], max_steps: in
         save_strategy="no",
         disable_tqdm=True,
         gradient_checkpointing=False,
-        per_device_train_batch_size=workload.num_rows,
-        local_rollout_forward_batch_size=workload.num_rows,
+        per_device_train_batch_size=workload.num_rows // options["ranks"],
+        local_rollout_forward_batch_size=workload.num_rows // options["ranks"],
         total_episodes=workload.num_rows * max_steps,
         num_ppo_epochs=1,
         num_mini_batches=1,

@@ -5,9 +5,12 @@ Nothing here imports a trainer, so that each system reads it in its own environm
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
+import socket
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -28,7 +31,11 @@ __all__ = [
     "open_answers",
     "score",
     "score_copies",
+    "start_ranks",
 ]
+
+_IS_FURTHER = "END_TO_END_FURTHER_RANK"
+"""Variable of a rank's environment that another rank has started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +138,33 @@ def score_copies(prompts: list[str], completions: list[str], **_: object) -> lis
     return [text.count(prompt[-1]) / max(1, len(text)) for prompt, text in pairs]
 
 
-def open_answers(descriptor: int) -> Callable[[Any], None]:
-    """Returns what writes one answer."""
+def start_ranks(count: int) -> bool:
+    """Starts this program again for each further rank, with the environment that launchers set.
+
+    A rank that fails ends the others: their connections break.
+
+    Returns:
+        True in the first rank, which is this process; the others neither read commands nor answer.
+    """
+    if count == 1 or _IS_FURTHER in os.environ:
+        return _IS_FURTHER not in os.environ
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
+    for rank in range(1, count):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _IS_FURTHER: "1"}
+        process = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | shared | own, stdin=subprocess.DEVNULL)
+        atexit.register(process.kill)
+    os.environ.update(shared, RANK="0", LOCAL_RANK="0")
+    return True
+
+
+def open_answers(descriptor: int | None) -> Callable[[Any], None]:
+    """Returns what writes one answer; without a descriptor, what writes none."""
+    if descriptor is None:
+        return lambda _: None
     file = os.fdopen(descriptor, "w")
 
     def answer(value: Any) -> None:
@@ -151,10 +183,11 @@ class Pacer:
     Args:
         answer: takes an object when a segment has ended.
         segments: iterations of each.
+        waits: False for a rank that the first one's collectives hold up.
     """
 
-    def __init__(self, answer: Callable[[Any], None], segments: list[int]) -> None:
-        self._answer, self._segments = answer, list(segments)
+    def __init__(self, answer: Callable[[Any], None], segments: list[int], *, waits: bool = True) -> None:
+        self._answer, self._segments, self._waits = answer, list(segments), waits
         self._rows: list[dict[str, float]] = []
         self.phases: dict[str, float] = defaultdict(float)
         self._start_s = time.perf_counter()
@@ -185,7 +218,7 @@ class Pacer:
         self._start_s = time.perf_counter()
 
     def _wait(self) -> None:
-        if not sys.stdin.readline():
+        if self._waits and not sys.stdin.readline():
             sys.exit("nobody waits for the next segment" if self._segments else 0)
         self._start_s = time.perf_counter()
 
