@@ -41,8 +41,9 @@ PEERS = {
     "ppo": ("1.12.0", "end_to_end_trl_ppo.py", "trl-ppo", conformance_trl_ppo.INSTALLS),
 }
 """By algorithm: TRL's version, its program here, its environment and what is installed there."""
-ITERATIONS = {"tiny": 40, "shared_prompts": 3, "long_answers": 8, "tiny_ppo": 40}
-"""Of a round; more where the lengths that are drawn differ. The first one of a process is a warm-up."""
+ITERATIONS = {"tiny": 100, "shared_prompts": 3, "long_answers": 8, "tiny_ppo": 60}
+"""Of a round: at least ten seconds, as a processor's speed may change for some; more where the lengths that are drawn
+differ. The first one of a process is a warm-up."""
 Programs = Mapping[str, tuple[Path, str]]
 """By side: an interpreter and what it runs."""
 RACE_SEEDS = (1, 2, 3)
