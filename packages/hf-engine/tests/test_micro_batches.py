@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hf_engine.training.batch_agreement import agree_on_micro_batches
-from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, _plan, plan_micro_batches
+from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, plan_micro_batches
 from hf_engine.training.shared_prompts import PromptSharing
 from hf_protocols import BatchError
 
@@ -55,6 +55,53 @@ def test_ranks_agree_on_the_largest_count_and_fill_with_dummies(ranks2):
     """Six rows of 10 tokens are three pairs of 20; the other rank's one row is one micro-batch, and two dummies."""
     assert ranks2.run(agree, [[9] * 6, [9]], 20) == [[[0, 1], [2, 3], [4, 5]], [[0], [], []]]
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
+
+
+def cut(prompts, responses, *, sharing=None, max_tokens=100, **more):
+    columns = {"prompt_ids": jagged(prompts), "response_ids": jagged(responses), **more}
+    sequences = SequenceBatch(TensorDict(columns, batch_size=[len(prompts)]), candidates="candidate_ids" in more)
+    sequences.sharing = sharing
+    return sequences.micro_batches(max_tokens)
+
+
+def test_models_share_the_micro_batches_of_the_same_rows():
+    prompts, responses = [[1, 2], [1, 2], [3]], [[4], [5, 6], [7]]
+    sharing = PromptSharing(pair_work=1e-6, pair_memory=0, always=True)
+    first, *rest = cut(prompts, responses, sharing=sharing)
+    assert isinstance(first, PackedMicroBatch)
+    again = cut(prompts, responses, sharing=sharing)
+    assert all(one is other for one, other in zip([first, *rest], again, strict=True))
+    others = (
+        cut(prompts, [[4], [5, 8], [7]], sharing=sharing),
+        cut(prompts, [[4], [5], [6, 7]], sharing=sharing),
+        cut(prompts, responses),
+        cut(prompts, responses, sharing=sharing, max_tokens=90),
+    )
+    assert all(first is not each for found in others for each in found)
+    assert others[0][0].response_ids.tolist() != first.response_ids.tolist()
+
+
+def test_micro_batches_share_all_but_their_candidates():
+    tokens = [[[9, 8]], [[7, 6], [5, 4]]]
+    given = torch.nested.nested_tensor([torch.tensor(each) for each in tokens], layout=torch.jagged)
+    (without,) = cut([[1], [2]], [[3], [4, 5]])
+    found = [cut([[1], [2]], [[3], [4, 5]], candidate_ids=given + shift)[0] for shift in (0, 1)]
+    assert without.candidate_ids is None and without.rows.tolist() == [1, 0]
+    assert all(each.input_ids is without.input_ids for each in found)
+    assert [each.candidate_ids.tolist() for each in found] == [
+        [[[7, 6], [5, 4]], [[9, 8], [0, 0]]],
+        [[[8, 7], [6, 5]], [[10, 9], [0, 0]]],
+    ]
+
+
+def test_rows_that_were_written_again_have_other_micro_batches():
+    column = jagged([[3, 4], [5, 6]])
+    batch = TensorDict({"prompt_ids": jagged([[1], [2]]), "response_ids": column}, batch_size=[2])
+    (before,) = SequenceBatch(batch).micro_batches(100)
+    column.values().add_(1)
+    (after,) = SequenceBatch(batch).micro_batches(100)
+    assert before.response_ids.tolist() == [[3, 4], [5, 6]]
+    assert after.response_ids.tolist() == [[4, 5], [6, 7]]
 
 
 def agree_on_weights(holds_by_rank):
@@ -218,18 +265,6 @@ def test_rows_of_equal_lengths_are_packed_by_their_own_prompts():
     assert rows_by_pack([a, b, a, a]) == ([[0, 2, 3], [1]], 44)
     assert rows_by_pack([a, a, b, b], shares=False) == ([every], 88)
     assert rows_by_pack([a, a, b, b]) == ([every], 44)
-
-
-def test_models_that_pass_over_the_same_rows_share_a_plan():
-    before = _plan.cache_info()
-    for _ in range(3):
-        columns = {"prompt_ids": jagged([[7] * 33, [8] * 34]), "response_ids": jagged([[1] * 3, [2] * 5])}
-        sequences = SequenceBatch(TensorDict(columns, batch_size=[2]))
-        sequences.sharing = PromptSharing(pair_work=1e-6, pair_memory=0)
-        (found,) = sequences.micro_batches(100)
-        assert sorted(found.rows.tolist()) == [0, 1]
-    after = _plan.cache_info()
-    assert (after.hits - before.hits, after.misses - before.misses) == (2, 1)
 
 
 def test_a_loss_sees_padded_columns_and_results_keep_their_order():

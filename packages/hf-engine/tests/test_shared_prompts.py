@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import deque
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def share(backend, *, join):
         return planner.batch([[pack] for pack in packs]), padded
 
     stack = ExitStack()
-    stack.enter_context(mock.patch.object(micro_batches, "_plan", micro_batches._plan.__wrapped__))  # without its cache
+    stack.enter_context(mock.patch.object(micro_batches, "_CUTS", deque(maxlen=0)))  # what other ways made is not kept
     if not join:
         stack.enter_context(mock.patch.object(PackedRowPlanner, "join", keep))
     return stack

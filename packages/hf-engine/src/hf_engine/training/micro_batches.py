@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple
 from zlib import crc32
 
@@ -30,8 +31,9 @@ __all__ = [
 
 _TOKENS_A_THREAD = 1024
 """Measured with models of 0.1 to 11 million weights."""
-_MOST_PLANS = 4
-"""Plans that a process keeps. Critic, reference and actor pass over the same rows one after another."""
+_MOST_CUTS = 2
+"""Batches whose micro-batches a process keeps: token ids, masks and positions. Critic, reference and actor pass over
+the same rows one after another."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +159,8 @@ class SequenceBatch:
     def micro_batches(self, max_tokens: int, enough_tokens: int | None = None) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
 
+        Models that pass over the same rows one after another share them. They are left unchanged.
+
         Args:
             max_tokens: bound on a micro-batch.
             enough_tokens: bound on a micro-batch with two rows or more; see `find_enough_tokens`.
@@ -166,16 +170,33 @@ class SequenceBatch:
         """
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
+        found = self._cut(max_tokens, enough_tokens)
+        candidates = self._candidates
+        if candidates is None:
+            return found
+        padded = [candidates.pad_right(each.rows, each.response_mask.shape[1])[0].long() for each in found]
+        return [replace(each, candidate_ids=ids) for each, ids in zip(found, padded, strict=True)]
+
+    def _cut(self, max_tokens: int, enough_tokens: int | None) -> list[MicroBatch]:
+        """The micro-batches without candidates, or those of an earlier batch with the same tokens."""
+        tokens, settings = self.list_tokens(), (max_tokens, enough_tokens, self.pair_memory, self.sharing)
+        for cut in _CUTS:
+            if cut.settings == settings and all(map(_is_same, tokens, cut.tokens)):
+                return list(cut.micro_batches)
         found = _plan(
-            tuple(self._prompts.lengths.tolist()),
-            tuple(self._responses.lengths.tolist()),
-            () if self.sharing is None else tuple(map(tuple, self._groups)),
+            self._prompts.lengths.tolist(),
+            self._responses.lengths.tolist(),
+            () if self.sharing is None else self._groups,
             max_tokens,
             enough_tokens,
             self.pair_memory,
             self.sharing,
         )
-        return [self._pack(each) for each in found.packed] + [self._pad(torch.tensor(rows)) for rows in found.padded]
+        with torch.inference_mode(False):  # a pass with gradients, which keeps token ids, may be next
+            made = [self._pack(each) for each in found.packed]
+            made += [self._pad(torch.tensor(rows)) for rows in found.padded]
+            _CUTS.append(_Cut([each.clone() for each in tokens], settings, made))
+        return list(made)
 
     def list_tokens(self) -> list[torch.Tensor]:
         """Lengths [B] and ids [tokens] of the prompts, and then of the responses, on the host.
@@ -271,12 +292,10 @@ class SequenceBatch:
         prompts, responses = self._prompts, self._responses
         prompt_ids, prompt_mask = prompts.pad_left(rows, int(prompts.lengths[rows].max()))
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
-        candidates = self._candidates
         # Where packed rows, which lack it, compute the same, rows apart do without the last column, too.
         read = response_mask.shape[1] - (self.sharing is not None)
         return MicroBatch(
             rows=rows,
-            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
             input_ids=torch.cat([prompt_ids, response_ids[:, :read]], dim=1),
             attention_mask=torch.cat([prompt_mask, response_mask[:, :read]], dim=1),
             prompt_width=prompt_ids.shape[1],
@@ -286,7 +305,7 @@ class SequenceBatch:
 
     def _pack(self, packed: Sequence[PackedRow]) -> PackedMicroBatch:
         rows = torch.tensor([row for packs in packed for pack in packs for row in pack])
-        prompts, responses, candidates = self._prompts, self._responses, self._candidates
+        prompts, responses = self._prompts, self._responses
         response_ids, response_mask = responses.pad_right(rows, max(1, int(responses.lengths[rows].max())))
         read = self._num_read
         lengths = [
@@ -320,7 +339,6 @@ class SequenceBatch:
         shape = len(packed), width
         return PackedMicroBatch(
             rows=rows,
-            candidate_ids=None if candidates is None else candidates.pad_right(rows, response_mask.shape[1])[0].long(),
             input_ids=ids.view(shape),
             attention_mask=is_token.view(shape),
             response_mask=response_mask,
@@ -331,6 +349,22 @@ class SequenceBatch:
             response_ids=response_ids.long(),
             starts=torch.tensor(starts),
         )
+
+
+class _Cut(NamedTuple):
+    """A batch's micro-batches, and what they were made of."""
+
+    tokens: Sequence[torch.Tensor]
+    """As `SequenceBatch.list_tokens` has them: copies, as the batch's memory may be written again."""
+    settings: tuple[object, ...]
+    micro_batches: Sequence[MicroBatch]
+
+
+_CUTS: deque[_Cut] = deque(maxlen=_MOST_CUTS)
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _check_mask(column: object, lengths: torch.Tensor) -> None:
@@ -377,7 +411,6 @@ class _RowPlan(NamedTuple):
     padded: Sequence[Sequence[int]]
 
 
-@lru_cache(maxsize=_MOST_PLANS)
 def _plan(
     prompts: Sequence[int],
     responses: Sequence[int],
@@ -387,7 +420,7 @@ def _plan(
     pair_memory: float,
     sharing: PromptSharing | None,
 ) -> _RowPlan:
-    """Plans the micro-batches of a batch. Callers share the result and leave it unchanged.
+    """Plans the micro-batches of a batch.
 
     Args:
         prompts: tokens of each row's prompt.

@@ -97,6 +97,7 @@ class FsdpBackend(TrainSteps):
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
         self._parameters = named_parameters(model)
+        self._own = {name: local_shard(parameter) for name, parameter in self._parameters.items()}
         # Of the shards under the names of the modules, which need not be the files'.
         shapes, dtype = shapes_of(self._parameters), str(self._dtype).removeprefix("torch.")
         self._layout = fsdp_layout(shapes, self._ranks, dtype=dtype)
@@ -263,11 +264,12 @@ class FsdpBackend(TrainSteps):
         """Frees weights, gradients and optimizer state."""
         self._kept = None
         closed = cast("Any", Closed())
-        self._model = self._root = self._parameters = self._optimizer = self._offloaded = self._file_names = closed
+        self._model = self._root = self._parameters = self._own = self._file_names = closed
+        self._optimizer = self._offloaded = closed
         gc.collect()  # FSDP's hooks and modules refer to each other
 
     def _shards(self) -> dict[str, torch.Tensor]:
-        return {name: local_shard(parameter) for name, parameter in self._parameters.items()}
+        return dict(self._own)
 
     def _state_optimizer(self) -> ShardedAdamW | None:
         return self._optimizer
