@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hf_engine.training import micro_batches
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, plan_micro_batches
 from hf_engine.training.shared_prompts import PromptSharing
@@ -92,6 +93,14 @@ def test_micro_batches_share_all_but_their_candidates():
         [[[7, 6], [5, 4]], [[9, 8], [0, 0]]],
         [[[8, 7], [6, 5]], [[10, 9], [0, 0]]],
     ]
+
+
+def test_micro_batches_of_many_tokens_are_not_kept(monkeypatch):
+    rows = [[11, 12]], [[13, 14, 15]]
+    monkeypatch.setattr(micro_batches, "_MOST_CUT_TOKENS", 6)  # five ids and two lengths
+    assert cut(*rows)[0] is not cut(*rows)[0]
+    monkeypatch.setattr(micro_batches, "_MOST_CUT_TOKENS", 7)
+    assert cut(*rows)[0] is cut(*rows)[0]
 
 
 def test_rows_that_were_written_again_have_other_micro_batches():

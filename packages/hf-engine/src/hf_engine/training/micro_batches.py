@@ -34,6 +34,8 @@ _TOKENS_A_THREAD = 1024
 _MOST_CUTS = 2
 """Batches whose micro-batches a process keeps: token ids, masks and positions. Critic, reference and actor pass over
 the same rows one after another."""
+_MOST_CUT_TOKENS = 1 << 20
+"""Of a batch whose micro-batches are kept, some 50 bytes each. Larger ones are made in little of the time of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,9 +195,10 @@ class SequenceBatch:
             self.sharing,
         )
         with torch.inference_mode(False):  # a pass with gradients, which keeps token ids, may be next
-            made = [self._pack(each) for each in found.packed]
+            made: list[MicroBatch] = [self._pack(each) for each in found.packed]
             made += [self._pad(torch.tensor(rows)) for rows in found.padded]
-            _CUTS.append(_Cut([each.clone() for each in tokens], settings, made))
+            if sum(each.numel() for each in tokens) <= _MOST_CUT_TOKENS:
+                _CUTS.append(_Cut([each.clone() for each in tokens], settings, made))
         return list(made)
 
     def list_tokens(self) -> list[torch.Tensor]:
