@@ -136,7 +136,7 @@ def measure(recorded: RecordedRay, ranks: int) -> dict[str, float]:
     return min(found[1:], key=lambda each: each["iteration_s"])
 
 
-class Adder(Worker):
+class Incrementer(Worker):
     """A rank of one program that does next to nothing."""
 
     needs_process_group = False
@@ -149,10 +149,10 @@ class Adder(Worker):
 def measure_in_process(ranks: int) -> dict[str, float]:
     """The cheapest of some rounds of two calls in one program, after a first one that fills caches."""
     rows = TensorDict({"x": torch.zeros(ranks, 8)}, batch_size=[ranks])
-    spec = WorkerSpec(worker=Adder, topology=Topology(ParallelSpec(dp_size=ranks)))
+    spec = WorkerSpec(worker=Incrementer, topology=Topology(ParallelSpec(dp_size=ranks)))
     found: list[float] = []
     with InProcessExecutor() as executor:
-        group = executor.build_groups(ResourcePool([ranks], device="cpu"), {"adder": spec})["adder"]
+        group = executor.build_groups(ResourcePool([ranks], device="cpu"), {"incrementer": spec})["incrementer"]
         batch = executor.put(rows)
         for _ in range(1 + ROUNDS):
             start_s = time.process_time()
