@@ -198,7 +198,7 @@ class SequenceBatch:
             made: list[MicroBatch] = [self._pack(each) for each in found.packed]
             made += [self._pad(torch.tensor(rows)) for rows in found.padded]
             if sum(each.numel() for each in tokens) <= _MOST_CUT_TOKENS:
-                _CUTS.append(_Cut([each.clone() for each in tokens], settings, made))
+                _CUTS.append(_KeptCut([each.clone() for each in tokens], settings, made))
         return list(made)
 
     def list_tokens(self) -> list[torch.Tensor]:
@@ -354,7 +354,7 @@ class SequenceBatch:
         )
 
 
-class _Cut(NamedTuple):
+class _KeptCut(NamedTuple):
     """A batch's micro-batches, and what they were made of."""
 
     tokens: Sequence[torch.Tensor]
@@ -363,7 +363,7 @@ class _Cut(NamedTuple):
     micro_batches: Sequence[MicroBatch]
 
 
-_CUTS: deque[_Cut] = deque(maxlen=_MOST_CUTS)
+_CUTS: deque[_KeptCut] = deque(maxlen=_MOST_CUTS)
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
