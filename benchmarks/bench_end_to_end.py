@@ -42,8 +42,8 @@ PEERS = {
 }
 """By algorithm: TRL's version, its program here, its environment and what is installed there."""
 ITERATIONS = {"tiny": 100, "shared_prompts": 3, "long_answers": 8, "tiny_ppo": 60}
-"""Of a round: at least ten seconds, as a processor's speed may change for some; more where the lengths that are drawn
-differ. The first one of a process is a warm-up."""
+"""Of a round, which takes most systems five seconds or more: the processor's speed may change for a second or two. More
+where the lengths that are drawn differ. The first round of a process is a warm-up."""
 Programs = Mapping[str, tuple[Path, str]]
 """By side: an interpreter and what it runs."""
 RACE_SEEDS = (1, 2, 3)
@@ -77,7 +77,7 @@ SYSTEMS = (
 
 
 class _VoidRunError(Exception):
-    """Both sides do not do the same: nothing was measured."""
+    """The sides did not do the same work: what was measured says nothing."""
 
 
 class SideProcess:
@@ -132,7 +132,7 @@ def _read_peak(pid: int) -> int:
 
 
 def main() -> int:
-    """Measure; 1 if a target is missed, 2 if the updates differ."""
+    """Measure; 1 if a target is missed. Raises _VoidRunError, for which the program ends with 2."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--systems", nargs="+", choices=[each.name for each in SYSTEMS])
@@ -254,18 +254,21 @@ def _compare_updates(given: Mapping[str, Any], programs: Programs) -> dict[str, 
     # Where all summands have one weight, those of GRPO add up to nothing.
     differences = {"loss": abs(loss - theirs_loss) / max(abs(theirs_loss), answers["ours"]["summand"])}
     norms = {name: float(each.double().norm()) for name, each in gradients["trl"].items()}
-    for name in gradients["ours"].keys() | norms.keys():
+    if gradients["ours"].keys() != norms.keys():
+        raise _VoidRunError(f"only one side has gradients of {sorted(gradients['ours'].keys() ^ norms.keys())}")
+    for name in norms:
         ours, theirs = (gradients[side][name].double() for side in sides)
-        differences[name] = float((ours - theirs).norm()) / norms[name]
+        differences[name] = float((ours - theirs).norm()) / max(norms[name], LEAST_NORM)
     worst, least = max(differences, key=differences.__getitem__), min(norms, key=norms.__getitem__)
     print(f"{given['workload']}: largest difference {differences[worst]:.1e} ({worst}), loss {differences['loss']:.1e}")
     print(f"{given['workload']}: smallest norm of a gradient {norms[least]:.2e} ({least})")
     if answers["ours"]["prompt_ids"] != answers["trl"]["prompt_ids"]:
         raise _VoidRunError("the sides have other tokens of the same prompts")
-    if not differences[worst] <= LARGEST_DIFFERENCE:
-        raise _VoidRunError(f"{worst} differs by {differences[worst]:.1e}, at most {LARGEST_DIFFERENCE} is allowed")
-    if not norms[least] > LEAST_NORM:
-        raise _VoidRunError(f"the gradient of {least} has a norm of {norms[least]:.1e}, which proves nothing")
+    # Comparisons with NaN are false, and it is neither the largest nor the smallest.
+    if small := [name for name, norm in norms.items() if not norm > LEAST_NORM]:
+        raise _VoidRunError(f"the gradients of {small} have norms of at most {LEAST_NORM}, which prove nothing")
+    if wrong := [name for name, each in differences.items() if not each <= LARGEST_DIFFERENCE]:
+        raise _VoidRunError(f"{wrong} differ by more than {LARGEST_DIFFERENCE}")
     found = {"loss": differences.pop("loss"), "gradient": max(differences.values())}
     return {f"update_{name}_difference": (float(f"{each:.2g}"), "relative") for name, each in found.items()} | {
         "update_least_gradient": (float(f"{norms[least]:.3g}"), "norm of a parameter's gradient")

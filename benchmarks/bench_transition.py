@@ -1,9 +1,9 @@
-"""Cost of the transition of a small model, where calls count and not bytes: FSDP to transformers on two ranks.
+"""Cost of the transition of a small model, whose time depends on calls, not on bytes: FSDP to transformers, two ranks.
 
 A model of about a million parameters goes into generation and back, as in every iteration of a small run: the training
 shard is moved. Its weights change before each entry. Next to it in turns, with the same bytes on the same ranks: a bare
 all-gather into memory that is there already, bare messages, the two agreements of an entry, and what the two passes of
-digests and the copies take where each is one piece of memory in place of one for every parameter. All begin at a
+digests and the copies take, each of one piece of memory; a transition has a piece for every parameter. All begin at a
 barrier. A second all-gather and second messages come as in a transition, after some work without another barrier: on
 two cores gloo's threads then wait for the ranks. The seconds of the slower rank count; medians with the fastest and the
 slowest. The target is a ratio over the first all-gather.
@@ -33,7 +33,7 @@ NUM_RANKS = 2
 NUM_ROUNDS = 100
 NUM_UNTIMED = 5
 WORK_S = 0.0025
-"""Time of a rank's own work in an entry, before its messages go out and after."""
+"""About the time of a rank's own work in an entry. Here all of it comes before the messages."""
 MODEL = {
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -94,7 +94,7 @@ def measure(model: str) -> dict[str, Any]:
 
 
 class _Floor:
-    """Parts of a transition, of bytes that are nobody's weights, each in one piece.
+    """Parts of a transition, each of arbitrary bytes in one piece.
 
     Args:
         share_bytes: of one rank's training shard.

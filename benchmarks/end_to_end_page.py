@@ -42,7 +42,7 @@ def write_page() -> None:
         "|---|--:|--:|--:|--:|--:|--:|",
     ]
     names = " | ".join(f"`{name}`" for name in found)
-    memory = [f"| MiB, with two threads | {names} |", "|---|" + "--:|" * len(found)]
+    memory = [f"| MiB | {names} |", "|---|" + "--:|" * len(found)]
     best = {name: _find_fastest(metrics) for name, metrics in found.items()}
     columns = [(name, system, f"{_SIDES[side]} `{name}`") for name in found for side, system in best[name].items()]
     phases = [f"| ms an iteration | {' | '.join(each for *_, each in columns)} |", "|---|" + "--:|" * len(columns)]
@@ -53,10 +53,11 @@ def write_page() -> None:
             for backend, words in _BACKENDS.items()
             if (metrics := _read(f"{name}_{backend}"))
         ]
-    for side in ("ours", "trl"):
-        for kind, words in (("resident", "peak"), ("grown", "growth after the start")):
-            cells = [f"{metrics[f'{side}_1x2_{kind}']:,.0f}" for metrics in found.values()]
-            memory.append(f"| {_SIDES[side]}, {words} | {' | '.join(cells)} |")
+    for cores in ("1x2", "2x1"):
+        for side in ("ours", "trl"):
+            for kind, words in (("resident", "peak"), ("grown", "growth after the start")):
+                cells = [f"{metrics[f'{side}_{cores}_{kind}']:,.0f}" for metrics in found.values()]
+                memory.append(f"| {_SIDES[side]}, {_SYSTEMS[f'{side}_{cores}']}, {words} | {' | '.join(cells)} |")
     for phase in (*_PHASES, "rest", "operations"):
         cells = [_phase(found[name], system, phase) for name, system, _ in columns]
         phases.append(f"| {phase} | {' | '.join(cells)} |")

@@ -35,13 +35,14 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     is_first = start_ranks(options["ranks"])
     answer = open_answers(options["answers"] if is_first else None)
+    joins = {"join": torch.distributed.barrier} if options["ranks"] > 1 else {}
     if options["gate"]:
         answer(_pass_gate(options))
         return
     if "seed" in options:
         _race(options, Race(answer))
         return
-    pacer = Pacer(answer, options["segments"], waits=is_first)
+    pacer = Pacer(answer, options["segments"], reads=is_first, **joins)
     prompts = draw_prompts(WORKLOADS[options["workload"]], options["num_prompts"])
     drawn = [prompts[row] for rows in json.loads(Path(options["order"]).read_text()) for row in rows]
     max_steps, config = sum(options["segments"]), {"shuffle_dataset": False}

@@ -35,10 +35,11 @@ def main() -> None:
     torch.set_num_threads(options["threads"])
     is_first = start_ranks(options["ranks"])
     answer = open_answers(options["answers"] if is_first else None)
+    joins = {"join": torch.distributed.barrier} if options["ranks"] > 1 else {}
     if options["gate"]:
         answer(_pass_gate(options))
     else:
-        _train(options, Pacer(answer, options["segments"], waits=is_first))
+        _train(options, Pacer(answer, options["segments"], reads=is_first, **joins))
 
 
 def _build_trainer(options: Mapping[str, Any], prompts: list[str], max_steps: int, **more: Any) -> Any:

@@ -5,10 +5,11 @@ Nothing here imports a trainer, so that each system reads it in its own environm
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ __all__ = [
     "start_ranks",
 ]
 
+_PR_SET_PDEATHSIG = 1
 _IS_FURTHER = "END_TO_END_FURTHER_RANK"
 """Variable of a rank's environment that another rank has started."""
 
@@ -141,10 +143,10 @@ def score_copies(prompts: list[str], completions: list[str], **_: object) -> lis
 def start_ranks(count: int) -> bool:
     """Starts this program again for each further rank, with the environment that launchers set.
 
-    A rank that fails ends the others: their connections break.
+    A rank that fails ends the others, whose connections break; none lives longer than the first one.
 
     Returns:
-        True in the first rank, which is this process; the others neither read commands nor answer.
+        True in the first rank, which is this process. Further ranks neither read commands nor answer.
     """
     if count == 1 or _IS_FURTHER in os.environ:
         return _IS_FURTHER not in os.environ
@@ -155,8 +157,12 @@ def start_ranks(count: int) -> bool:
     shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
     for rank in range(1, count):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), _IS_FURTHER: "1"}
-        process = subprocess.Popen([sys.executable, *sys.argv], env=os.environ | shared | own, stdin=subprocess.DEVNULL)
-        atexit.register(process.kill)
+        subprocess.Popen(
+            [sys.executable, *sys.argv],
+            env=os.environ | shared | own,
+            stdin=subprocess.DEVNULL,
+            preexec_fn=lambda: ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
     os.environ.update(shared, RANK="0", LOCAL_RANK="0")
     return True
 
@@ -183,11 +189,19 @@ class Pacer:
     Args:
         answer: takes an object when a segment has ended.
         segments: iterations of each.
-        waits: False for a rank that the first one's collectives hold up.
+        reads: False for a further rank, which reads no commands.
+        join: called by all ranks after the first one has read a command, so that the others wait for it.
     """
 
-    def __init__(self, answer: Callable[[Any], None], segments: list[int], *, waits: bool = True) -> None:
-        self._answer, self._segments, self._waits = answer, list(segments), waits
+    def __init__(
+        self,
+        answer: Callable[[Any], None],
+        segments: list[int],
+        *,
+        reads: bool = True,
+        join: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._answer, self._segments, self._reads, self._join = answer, list(segments), reads, join
         self._rows: list[dict[str, float]] = []
         self.phases: dict[str, float] = defaultdict(float)
         self._start_s = time.perf_counter()
@@ -218,8 +232,9 @@ class Pacer:
         self._start_s = time.perf_counter()
 
     def _wait(self) -> None:
-        if self._waits and not sys.stdin.readline():
+        if self._reads and not sys.stdin.readline():
             sys.exit("nobody waits for the next segment" if self._segments else 0)
+        self._join()
         self._start_s = time.perf_counter()
 
 

@@ -58,28 +58,68 @@ def test_ranks_agree_on_the_largest_count_and_fill_with_dummies(ranks2):
     assert ranks2.run(agree, [[9] * 6, [9]], 1000) == [[[0, 1, 2, 3, 4, 5]], [[0]]]
 
 
-def cut(prompts, responses, *, sharing=None, max_tokens=100, **more):
-    columns = {"prompt_ids": jagged(prompts), "response_ids": jagged(responses), **more}
+def cut(
+    prompts,
+    responses,
+    *,
+    sharing=None,
+    pair_memory=0.0,
+    max_tokens=100,
+    enough_tokens=None,
+    dtype=torch.int64,
+    **more,
+):
+    columns = {"prompt_ids": jagged(prompts, dtype), "response_ids": jagged(responses, dtype), **more}
     sequences = SequenceBatch(TensorDict(columns, batch_size=[len(prompts)]), candidates="candidate_ids" in more)
-    sequences.sharing = sharing
-    return sequences.micro_batches(max_tokens)
+    sequences.sharing, sequences.pair_memory = sharing, pair_memory
+    return sequences.micro_batches(max_tokens, enough_tokens)
 
 
 def test_models_share_the_micro_batches_of_the_same_rows():
     prompts, responses = [[1, 2], [1, 2], [3]], [[4], [5, 6], [7]]
     sharing = PromptSharing(pair_work=1e-6, pair_memory=0, always=True)
     first, *rest = cut(prompts, responses, sharing=sharing)
-    assert isinstance(first, PackedMicroBatch)
     again = cut(prompts, responses, sharing=sharing)
+    assert isinstance(first, PackedMicroBatch)
     assert all(one is other for one, other in zip([first, *rest], again, strict=True))
-    others = (
-        cut(prompts, [[4], [5, 8], [7]], sharing=sharing),
-        cut(prompts, [[4], [5], [6, 7]], sharing=sharing),
-        cut(prompts, responses),
-        cut(prompts, responses, sharing=sharing, max_tokens=90),
-    )
-    assert all(first is not each for found in others for each in found)
-    assert others[0][0].response_ids.tolist() != first.response_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"responses": [[4], [5, 8], [7]]},
+        {"responses": [[4], [5], [6, 7]]},
+        {"prompts": [[1, 2], [1, 3], [3]]},
+        {"sharing": None},
+        {"sharing": PromptSharing(pair_work=1e-6, pair_memory=0)},
+        {"max_tokens": 90},
+        {"enough_tokens": 50},
+        {"pair_memory": 0.01},
+        {"dtype": torch.int32},
+    ],
+)
+def test_other_rows_or_bounds_have_micro_batches_of_their_own(changes):
+    given = {
+        "prompts": [[1, 2], [1, 2], [3]],
+        "responses": [[4], [5, 6], [7]],
+        "sharing": PromptSharing(pair_work=1e-6, pair_memory=0, always=True),
+    }
+    micro_batches._CUTS.clear()
+    first = cut(**given)
+    found = cut(**given | changes)
+    assert not {id(each) for each in first} & {id(each) for each in found}
+    again = cut(**given)
+    assert {id(each) for each in first} == {id(each) for each in again}
+
+
+def test_a_loss_may_write_into_its_mask():
+    batch = TensorDict({"prompt_ids": jagged([[1], [2]]), "response_ids": jagged([[3, 4], [5]])}, batch_size=[2])
+    for _ in range(2):
+        sequences = SequenceBatch(batch)
+        (found,) = sequences.micro_batches(100)
+        mask = sequences.padded_columns(found)["response_mask"]
+        assert mask.tolist() == [[True, True], [True, False]]
+        mask.zero_()
 
 
 def test_micro_batches_share_all_but_their_candidates():

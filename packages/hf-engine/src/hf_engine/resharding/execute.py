@@ -148,7 +148,7 @@ class ReshardExecutor:
             target: this rank's tensors in the target layout; written in place, cast where dtypes differ.
             version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
                 None, for a rank that only receives, takes the senders' if they agree.
-            mover: moves this rank's training shard into the target instead of copying it; made of these tensors.
+            mover: moves this rank's training shard into the target instead of copying it; built on these tensors.
 
         Raises:
             ReshardError: on every rank: before anything moves, for an invalid version or tensors that do not match the

@@ -46,10 +46,10 @@ class Region(NamedTuple):
 
 
 class RegionViews:
-    """The views of a rank's tensors at their regions, each cut once: of a small tensor this takes longer than its copy.
+    """Keeps the views of a rank's tensors at their regions: cutting one takes longer than copying a small tensor.
 
-    As long as it lives, the tensors do. A view is cut while its tensor has memory, and may then outlive a time in which
-    the storage is empty.
+    Keeps the tensors alive, too. A view is cut while its tensor has memory, and stays valid after the storage was empty
+    for a while.
     """
 
     def __init__(self, tensors: _Tensors) -> None:
@@ -109,7 +109,7 @@ class _Piece(NamedTuple):
 
 
 class _Pieces:
-    """Regions and their bytes in a flat buffer, whose views are cut once for each buffer."""
+    """Regions and their places in a flat buffer; the views of the places are kept until another buffer comes."""
 
     def __init__(self, pieces: Sequence[_Piece]) -> None:
         self._pieces = pieces

@@ -35,7 +35,7 @@ _MOST_CUTS = 2
 """Batches whose micro-batches a process keeps: token ids, masks and positions. Critic, reference and actor pass over
 the same rows one after another."""
 _MOST_CUT_TOKENS = 1 << 20
-"""Of a batch whose micro-batches are kept, some 50 bytes each. Larger ones are made in little of the time of a pass."""
+"""Of a batch whose micro-batches are kept, some 50 bytes each. For larger ones, building takes little of a pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class SequenceBatch:
     def micro_batches(self, max_tokens: int, enough_tokens: int | None = None) -> list[MicroBatch]:
         """Every row in one micro-batch of at most `max_tokens` tokens, padding included.
 
-        Models that pass over the same rows one after another share them. They are left unchanged.
+        Models that pass over the same rows one after another share the result: do not write to it.
 
         Args:
             max_tokens: bound on a micro-batch.
@@ -182,7 +182,7 @@ class SequenceBatch:
     def _cut(self, max_tokens: int, enough_tokens: int | None) -> list[MicroBatch]:
         """The micro-batches without candidates, or those of an earlier batch with the same tokens."""
         tokens, settings = self.list_tokens(), (max_tokens, enough_tokens, self.pair_memory, self.sharing)
-        for cut in _CUTS:
+        for cut in tuple(_CUTS):
             if cut.settings == settings and all(map(_is_same, tokens, cut.tokens)):
                 return list(cut.micro_batches)
         found = _plan(
@@ -254,7 +254,9 @@ class SequenceBatch:
                 columns[name] = ragged.gather(places[ragged.alignment])
             else:
                 columns[name] = column[micro_batch.rows]
-        return columns | {"response_mask": columns.get("response_mask", micro_batch.response_mask).bool()}
+        # A loss may write into its mask, which other passes on these rows must not see.
+        mask = columns.get("response_mask", micro_batch.response_mask.clone())
+        return columns | {"response_mask": mask.bool()}
 
     def jagged(
         self,
@@ -345,8 +347,8 @@ class SequenceBatch:
             input_ids=ids.view(shape),
             attention_mask=is_token.view(shape),
             response_mask=response_mask,
-            segments=segments.reshape(shape),
-            prompts=owners.reshape(shape),
+            segments=segments.reshape(shape).contiguous(),
+            prompts=owners.reshape(shape).contiguous(),
             positions=((firsts + within) * is_token).view(shape),
             prompt_width=max(prompts.bounds[pack[0]][1] for packs in packed for pack in packs),
             response_ids=response_ids.long(),
