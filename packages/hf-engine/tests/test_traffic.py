@@ -104,9 +104,10 @@ def send_more(how):
     """A right executor, and one that also moves whole weights by another function."""
 
     class CountedExecutor(ReshardExecutor):
-        def _exchange(self, held, wanted, *args):
-            super()._exchange(held, wanted, *args)
-            EXTRA[how](wanted["v"][0])
+        def run(self, source, target, **options):
+            transfer = super().run(source, target, **options)
+            EXTRA[how](target["v"])
+            return transfer
 
     plan = plan_reshard(fsdp_layout(SHAPES, range(3)), replicated_layout(SHAPES, range(3)))
     rank = dist.get_rank()
