@@ -158,11 +158,12 @@ class ReshardExecutor:
             check_version(version)
             check_weights(self._plan.source, self._rank, source, "source")
             check_weights(self._plan.target, self._rank, target, "target")
-            check_readable(as_parts(source), f"the source tensors of rank {self._rank}")
-            check_writable(as_parts(target), f"the target tensors of rank {self._rank}", are_filled=mover is None)
+            sources, targets = as_parts(source), as_parts(target)
+            check_readable(sources, f"the source tensors of rank {self._rank}")
+            check_writable(targets, f"the target tensors of rank {self._rank}", are_filled=mover is None)
         checksums = Checksums()
         if mover is None:
-            held, wanted = RegionViews(as_parts(source)), RegionViews(as_parts(target))
+            held, wanted = RegionViews(sources), RegionViews(targets)
         else:
             held, wanted = mover.held, mover.wanted
         self._exchange(held, wanted, checksums, _UNKNOWN if version is None else version, mover)
