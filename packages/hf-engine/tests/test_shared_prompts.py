@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
-from hf_engine.testing._cases import select_rows
+from hf_engine.testing._cases import build_prompt_groups, check_same_results, compute_results, select_rows
 from hf_engine.training import micro_batches
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES, SharedPrompts
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
@@ -31,36 +30,8 @@ from hf_engine.training.shared_prompts import PackedRowPlanner, PromptSharing
 from hf_protocols import ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=4096)
-GROUPS = [(9, [5, 1, 6]), (7, [4, 4]), (3, [2]), (1, [6, 3])]
-"""Tokens of each prompt, above the tiny windows of 4, and of the responses to it."""
 KEYS = {"llama4_text": {"attn_temperature_tuning": False}}
 """Keys of `config.json` without which a tiny family computes rows apart."""
-
-
-def jagged(rows):
-    return torch.nested.nested_tensor(rows, layout=torch.jagged)
-
-
-def build_groups(groups=GROUPS, vocab_size=64, seed=0):
-    """Rows of several groups, not in their order."""
-    generator = torch.Generator().manual_seed(seed)
-    prompts, responses = [], []
-    for prompt, lengths in groups:
-        ids = torch.randint(0, vocab_size, (prompt,), generator=generator)
-        for length in lengths:
-            prompts.append(ids)
-            responses.append(torch.randint(0, vocab_size, (length,), generator=generator))
-    order = torch.randperm(len(prompts), generator=generator).tolist()
-    targets = [torch.randn(len(responses[row]), generator=generator) for row in order]
-    columns = {
-        "prompt_ids": jagged([prompts[row] for row in order]),
-        "response_ids": jagged([responses[row] for row in order]),
-        "targets": jagged(targets),
-        "candidate_ids": jagged(
-            [torch.stack([row, (row + 1) % vocab_size], 1) for row in map(responses.__getitem__, order)]
-        ),
-    }
-    return TensorDict(columns, batch_size=[len(order)])
 
 
 def share(backend, *, join):
@@ -89,24 +60,7 @@ def build(model, config=CONFIG, head="lm", **changes):
 
 def results(backend, batch, head="lm"):
     """All that a backend computes of a batch, by name: scores, the loss, and every gradient."""
-
-    def loss(outputs, micro_batch):
-        mask = micro_batch["response_mask"]
-        found = outputs["values" if head == "value" else "logprobs"]
-        total = ((found - micro_batch["targets"]).square() * mask).sum()
-        if head == "lm":
-            total = total - 0.1 * (outputs["entropy"] * mask).sum()
-            total = total + 0.1 * (outputs["candidate_logprobs"].sum(-1) * mask).sum()
-        return total, {"loss": (float(total.detach()), 1.0)}
-
-    if head == "value":
-        found = {"values": backend.compute_values(batch)["values"].values()}
-    else:
-        scored = backend.compute_logprobs(batch, temperature=0.7, entropy=True, top_k=3)
-        found = {name: scored[name].values() for name in ("logprobs", "entropy", "top_logprobs")}
-    options = {} if head == "value" else {"temperature": 0.7, "entropy": True, "candidates": True}
-    metrics = backend.forward_backward(batch, loss, 10.0, **options)
-    found["loss"] = torch.tensor(metrics["loss"][0])
+    found = compute_results(backend, batch, head)
     for name, parameter in backend._parameters.items():
         if parameter.grad is not None:
             grad = parameter.grad
@@ -114,26 +68,16 @@ def results(backend, batch, head="lm"):
     return found
 
 
-def check_close(found, expected, scale=5e-6):
-    """Differences are bounded by the float32 rounding of sums in another order; the largest seen is 2.2e-6."""
-    assert found.keys() == expected.keys()
-    largest = max(float(each.abs().max()) for name, each in expected.items() if name.startswith("gradient"))
-    for name, each in expected.items():
-        size = largest if name.startswith("gradient") else max(1.0, float(each.abs().max()))
-        off = float((found[name] - each).abs().max())
-        assert off <= scale * size, f"{name} is {off} off, of {size}"
-
-
 def compare_family(model, **changes):
     """Scores and gradients of a policy, whose packs are all in one row, and of a critic with a row for each pack."""
-    batch = build_groups()
+    batch = build_prompt_groups()
     for head, shapes in (("lm", [(1, 18 + 13 + 8 + 4)]), ("value", [(3, 18), (1, 4)])):
         shared, apart = (build(model, head=head, shared_prompts=each, **changes) for each in (True, False))
         with share(shared, join=head == "lm"):
             _, packed = shared._agreed_micro_batches(batch, OutputRequest(), 1.0, needs_rows=True)
             assert [tuple(each.input_ids.shape) for each in packed] == shapes
             found = results(shared, batch, head)
-        check_close(found, results(apart, batch, head))
+        check_same_results(found, results(apart, batch, head))
 
 
 @pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name != "bloom"])
@@ -147,14 +91,14 @@ def test_only_tested_families_share_prompts():
 
 def compare_variants(model):
     """Recomputed layers, small micro-batches and adapters."""
-    batch = build_groups()
+    batch = build_prompt_groups()
     for changes in (
         {"activation_checkpointing": True, "shard": "layer"},
         {"micro_batch_tokens": 24},
         {"lora": LoraConfig(rank=2, targets=("q_proj", "v_proj"))},
     ):
         shared, apart = (build(model, shared_prompts=each, **changes) for each in (True, False))
-        check_close(results(shared, batch), results(apart, batch))
+        check_same_results(results(shared, batch), results(apart, batch))
 
 
 def test_recomputation_small_budgets_and_adapters_change_nothing(ranks1, tmp_path):
@@ -162,7 +106,7 @@ def test_recomputation_small_budgets_and_adapters_change_nothing(ranks1, tmp_pat
 
 
 def results_of_rank(model, cut):
-    backend, batch = build(model, shared_prompts=True), build_groups()
+    backend, batch = build(model, shared_prompts=True), build_prompt_groups()
     found = results(backend, select_rows(batch, cut[dist.get_rank()]))
     return {name: tensor for name, tensor in found.items() if name.startswith("gradient")}
 
@@ -171,7 +115,7 @@ def test_groups_split_over_ranks_have_the_same_gradients(ranks1, ranks2, tmp_pat
     model = write_tiny_family(tmp_path, "qwen3")
     (alone,) = ranks1.run(results_of_rank, model, [list(range(8))])
     for found in ranks2.run(results_of_rank, model, [[0, 1, 2, 3, 4], [5, 6, 7]]):
-        check_close(found, alone)
+        check_same_results(found, alone)
 
 
 OBSTACLES = {
@@ -188,7 +132,7 @@ OBSTACLES = {
 
 def list_notices(model, **changes):
     """Warnings of two passes over rows that could share prompts, and what the rows of their micro-batches are."""
-    backend, batch = build(model, shared_prompts="auto", **changes), build_groups()
+    backend, batch = build(model, shared_prompts="auto", **changes), build_prompt_groups()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -208,7 +152,7 @@ def test_a_family_that_cannot_share_says_so_once(ranks1, tmp_path, family):
 
 
 def measure(model, join):
-    backend, batch = build(model, shared_prompts=True), build_groups()
+    backend, batch = build(model, shared_prompts=True), build_prompt_groups()
     with share(backend, join=join):
         metrics = backend.forward_backward(batch, lambda outputs, _: (outputs["logprobs"].sum(), {}), 1.0)
     return metrics["batch/padding"], metrics["batch/shared"]
@@ -388,5 +332,5 @@ def test_scores_that_attention_keeps_count_for_the_budget(tmp_path, family):
     passed = [each for name, each in model.model.named_parameters() if each.dim() > 1 and "embed" not in name]
     outputs = sum(each[0].numel() * 2 if each.dim() == 3 else each.numel() for each in passed) / 32
     assert share * 4 * 2 * outputs == pytest.approx(pair_bytes, rel=0.01)
-    batch = shared.prepare(SequenceBatch(build_groups()))
+    batch = shared.prepare(SequenceBatch(build_prompt_groups()))
     assert (batch.pair_memory, plain.prepare(batch).pair_memory) == (pytest.approx(share), 0.0)

@@ -286,13 +286,14 @@ class TrainingConfig(Section):
     balance_tokens: bool = False
     """Gives ranks rows of equal token sums. Results stay in the batch's order."""
     attn_implementation: Literal["auto", "eager", "sdpa", "flex_attention"] = "auto"
-    """Function of attention, by transformers' name (`fsdp`). `"auto"` is transformers' own choice, or `"eager"` for a
+    """Function of attention, by transformers' name. `"auto"` is transformers' own choice, or `"eager"` for a
     model with a cap on attention's logits (Gemma 2), which SDPA leaves out. `"flex_attention"` needs a GPU, and skips
     the pairs of tokens that do not see each other in packed rows; it has not been run on a GPU yet.
+    The backend `megatron` has `"sdpa"` only, which is its `"auto"`.
     """
     shared_prompts: Literal["auto"] | bool = "auto"
-    """Computes a prompt once for all responses to it in a batch (`fsdp`): where that saves work (`"auto"`), wherever it
-    fits, or never. `"auto"` and true also put rows of different lengths in one packed row, where that is less work than
+    """Computes a prompt once for all responses to it in a batch: where that saves work (`"auto"`), wherever it fits, or
+    never. `"auto"` and true also put rows of different lengths in one packed row, where that is less work than
     padding. Models of which this would change more than rounding pad rows apart, and say so at the first prompt that
     two rows have in common.
     """

@@ -62,11 +62,12 @@ class TrainConfig:
     lora: LoraConfig | None = None
     """Train low-rank adapters and leave the weights as they are (`fsdp`); None: train the weights."""
     attn_implementation: AttentionFunction = "auto"
-    """Function of attention, by transformers' name (`fsdp`): `"auto"` is transformers' own choice, or `"eager"` where
-    that would leave out a cap on logits. `"flex_attention"` needs a GPU; it skips what packed rows do not see."""
+    """Function of attention, by transformers' name: `"auto"` is transformers' own choice, or `"eager"` where that would
+    leave out a cap on logits. `"flex_attention"` needs a GPU; it skips what packed rows do not see. `megatron` has
+    `"sdpa"` only, which is its `"auto"`."""
     shared_prompts: Literal["auto"] | bool = "auto"
-    """Compute a prompt once for all responses to it in a batch (`fsdp`): where that saves work, wherever it fits, or
-    never. `"auto"` and True also put rows of different lengths in one packed row, where that is less work than padding.
+    """Compute a prompt once for all responses to it in a batch: where that saves work, wherever it fits, or never.
+    `"auto"` and True also put rows of different lengths in one packed row, where that is less work than padding.
     Models of which it would change more than rounding compute rows apart."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite, or above `explode_above`, is an error or is left out. Weights,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +13,20 @@ if TYPE_CHECKING:
 __all__ = [
     "add_candidates",
     "build_batch",
+    "build_prompt_groups",
     "build_prompts",
+    "check_same_results",
+    "compute_results",
     "greedy_response",
     "leave_tokens_out",
     "reference_outputs",
     "rows_of",
     "select_rows",
 ]
+
+
+_GROUPS = ((9, (5, 1, 6)), (7, (4, 4)), (3, (2,)), (1, (6, 3)))
+"""Tokens of each prompt, most above the tiny models' windows of 4, and of the responses to it."""
 
 
 def build_prompts(num_rows: int, *, vocab_size: int, max_length: int = 7, seed: int = 0) -> TensorDict:
@@ -42,6 +49,72 @@ def build_batch(num_rows: int, *, vocab_size: int, seed: int = 0) -> TensorDict:
     batch["response_mask"] = _jagged([torch.ones(int(n), dtype=torch.bool) for n in lengths])
     batch["targets"] = _jagged([torch.randn(int(n), generator=generator) for n in lengths])
     return batch
+
+
+def build_prompt_groups(groups: Sequence[tuple[int, Sequence[int]]] = _GROUPS, *, vocab_size: int = 64) -> TensorDict:
+    """Rows whose prompts are equal in each group, in a mixed order, with targets and two candidates for each token.
+
+    Args:
+        groups: tokens of each prompt, and of every response to it.
+        vocab_size: tokens are below it.
+    """
+    from tensordict import TensorDict
+
+    generator = torch.Generator().manual_seed(0)
+    prompts, responses = [], []
+    for prompt, lengths in groups:
+        ids = torch.randint(0, vocab_size, (prompt,), generator=generator)
+        for length in lengths:
+            prompts.append(ids)
+            responses.append(torch.randint(0, vocab_size, (length,), generator=generator))
+    order = torch.randperm(len(prompts), generator=generator).tolist()
+    prompts, responses = [prompts[row] for row in order], [responses[row] for row in order]
+    columns = {
+        "prompt_ids": _jagged(prompts),
+        "response_ids": _jagged(responses),
+        "targets": _jagged([torch.randn(len(row), generator=generator) for row in responses]),
+        "candidate_ids": _jagged([torch.stack([row, (row + 1) % vocab_size], 1) for row in responses]),
+    }
+    return TensorDict(columns, batch_size=[len(order)])
+
+
+def compute_results(backend: Any, batch: TensorDict, head: str = "lm") -> dict[str, torch.Tensor]:
+    """All scores of a batch and its loss, by name; the gradients of that loss are left with the backend."""
+
+    def loss(outputs: Any, micro_batch: Any) -> tuple[torch.Tensor, dict[str, tuple[float, float]]]:
+        mask = micro_batch["response_mask"]
+        found = outputs["values" if head == "value" else "logprobs"]
+        total = ((found - micro_batch["targets"]).square() * mask).sum()
+        if head == "lm":
+            total = total - 0.1 * (outputs["entropy"] * mask).sum()
+            total = total + 0.1 * (outputs["candidate_logprobs"].sum(-1) * mask).sum()
+        return total, {"loss": (float(total.detach()), 1.0)}
+
+    if head == "value":
+        found = {"values": backend.compute_values(batch)["values"].values()}
+    else:
+        scored = backend.compute_logprobs(batch, temperature=0.7, entropy=True, top_k=3)
+        found = {name: scored[name].values() for name in ("logprobs", "entropy", "top_logprobs")}
+    options = {} if head == "value" else {"temperature": 0.7, "entropy": True, "candidates": True}
+    metrics = backend.forward_backward(batch, loss, 10.0, **options)
+    return found | {"loss": torch.tensor(metrics["loss"][0])}
+
+
+def check_same_results(
+    found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], scale: float = 5e-6
+) -> None:
+    """Asserts that results by name are equal to the float32 rounding of sums in another order.
+
+    The largest difference seen is 2.2e-6. Names of gradients begin with `gradient`; the largest gradient is their size.
+    """
+    assert found.keys() == expected.keys()
+    largest = max(
+        (float(each.abs().max()) for name, each in expected.items() if name.startswith("gradient")), default=0
+    )
+    for name, each in expected.items():
+        size = largest if name.startswith("gradient") else max(1.0, float(each.abs().max()))
+        off = float((found[name] - each).abs().max())
+        assert off <= scale * size, f"{name} is {off} off, of {size}"
 
 
 def add_candidates(batch: TensorDict, k: int, *, vocab_size: int) -> TensorDict:

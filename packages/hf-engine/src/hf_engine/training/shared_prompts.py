@@ -10,13 +10,17 @@ from dataclasses import dataclass
 from heapq import heapify, heapreplace
 from math import ceil, sqrt
 
-__all__ = ["PackedRow", "PackedRowPlanner", "PromptSharing"]
+__all__ = ["MASK_BYTES", "PackedRow", "PackedRowPlanner", "PromptSharing"]
 
 Pack = Sequence[int]
 """Rows of the batch with one prompt, which is computed once for them."""
 PackedRow = Sequence[Pack]
 """Packs one after another."""
 
+MASK_BYTES = 5
+"""Of one element of a mask, which is bool and float32 at once."""
+_PAIR_EFFORT = 1.3
+"""Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
 _LEAST_SAVED = 0.02
 """Smallest share of work, or of padding, that packing must save: building masks takes time, too."""
 _PACKS_A_ROW = (1, 2, 4)
@@ -35,6 +39,33 @@ class PromptSharing:
     """Bytes of masks for two tokens, as a share of those that a token needs at least."""
     always: bool = False
     """Share prompts wherever they fit."""
+
+    @classmethod
+    def estimate(
+        cls,
+        *,
+        attended: int,
+        passed: int,
+        pair_bytes: float,
+        token_bytes: int,
+        score_memory: float = 0.0,
+        always: bool = False,
+    ) -> PromptSharing:
+        """Costs from a model's sizes.
+
+        Args:
+            attended: numbers of a token that attention multiplies with those of another one: layers x heads x size.
+            passed: weights that a token is multiplied with, without those of the embedding and of the head.
+            pair_bytes: of the masks for two tokens; `MASK_BYTES` for each kind of layer that has its own.
+            token_bytes: least that a token needs: 4 for each layer and hidden unit.
+            score_memory: of scores that attention keeps, in tokens.
+            always: see `PromptSharing`.
+        """
+        return cls(
+            pair_work=_PAIR_EFFORT * 2 * attended / passed,
+            pair_memory=pair_bytes / token_bytes + score_memory,
+            always=always,
+        )
 
     def work(self, tokens: int) -> float:
         """Of a row, in tokens."""

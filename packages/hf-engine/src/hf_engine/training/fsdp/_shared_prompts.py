@@ -6,7 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from hf_engine.models.attention import is_capped
-from hf_engine.training.shared_prompts import PromptSharing
+from hf_engine.training.shared_prompts import MASK_BYTES, PromptSharing
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -27,14 +27,10 @@ EXACT_FAMILIES = frozenset(
 )  # fmt: skip
 """Model types whose packed rows equal separate ones, as tests show for each of them."""
 
-_MASK_BYTES = 5
-"""Of one element of a mask, which is bool and float32 at once."""
 _SCORE_BYTES = 4
 """Of one score of a head that `"eager"` attention keeps for the backward pass; with a cap it keeps another 4."""
 _KEPT_OUTPUTS = 2
 """Numbers that a token keeps for the backward pass, for each that a product with weights returns."""
-_PAIR_EFFORT = 1.3
-"""Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
 
 
 def find_obstacle(model: Any, config: TrainConfig) -> str | None:
@@ -58,13 +54,14 @@ def _estimate(model: Any, score_memory: float, *, always: bool) -> PromptSharing
     """Costs of a model's rows, from the sizes of its parameters before they are sharded, and of `_measure_scores`."""
     settings = model.config.get_text_config()
     layers, heads, hidden = settings.num_hidden_layers, settings.num_attention_heads, settings.hidden_size
-    passed = _count_passed(model)
     size = getattr(settings, "head_dim", None) or hidden // heads
     kinds = len(set(getattr(settings, "layer_types", None) or [""]))
-    mask_bytes = 0 if settings._attn_implementation == "flex_attention" else kinds * _MASK_BYTES
-    return PromptSharing(
-        pair_work=_PAIR_EFFORT * 2 * layers * heads * size / passed,
-        pair_memory=mask_bytes / (4 * layers * hidden) + score_memory,
+    return PromptSharing.estimate(
+        attended=layers * heads * size,
+        passed=_count_passed(model),
+        pair_bytes=0 if settings._attn_implementation == "flex_attention" else kinds * MASK_BYTES,
+        token_bytes=4 * layers * hidden,
+        score_memory=score_memory,
         always=always,
     )
 

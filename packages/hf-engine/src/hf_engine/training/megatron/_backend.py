@@ -29,7 +29,7 @@ from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import write_directory
 from hf_engine.training.loss import StepLoss
-from hf_engine.training.megatron._config import MegatronModelConfig, check_divisible
+from hf_engine.training.megatron._config import MegatronModelConfig, check_divisible, estimate_sharing
 from hf_engine.training.megatron._export import export_stage
 from hf_engine.training.megatron._optimizer import DistributedAdamW
 from hf_engine.training.megatron._parallel import ParallelGroups, check_sizes
@@ -74,6 +74,7 @@ class MegatronBackend(TrainSteps):
         self._source = source
         self._groups = groups
         self._window = model.window
+        self._sharing = estimate_sharing(model.shape, groups.topology.train, config)
         self._world = world_group()
         self._device = local_device()
         super().__init__(self._world, config)
@@ -97,10 +98,10 @@ class MegatronBackend(TrainSteps):
         check_train_arguments(topology, config, head=head, trainable=trainable, seed=seed)
         if config.compile:
             raise BackendError("backend 'megatron' does not use torch.compile. Set compile=False")
-        if config.attn_implementation != "auto":
+        if config.attn_implementation not in ("auto", "sdpa"):
             raise BackendError(
-                f"attn_implementation={show(config.attn_implementation)}: backend 'megatron' has megatron-core's "
-                "attention. Use 'auto'"
+                f"attn_implementation={show(config.attn_implementation)}: backend 'megatron' computes attention with "
+                "torch's scaled_dot_product_attention. Use 'auto' or 'sdpa'"
             )
         with together("nothing was loaded"):
             files = read_model_directory(model)
@@ -262,7 +263,9 @@ class MegatronBackend(TrainSteps):
             _check.number("denominator", denominator)
             vocab_size = self._stage.decoder.real_vocab_size
             request.check(vocab_size)
-            return SequenceBatch(batch, vocab_size, candidates=request.candidates)
+            sequences = SequenceBatch(batch, vocab_size, candidates=request.candidates)
+            sequences.sharing = self._sharing
+            return sequences
 
         agreed = agree_on_micro_batches(
             prepare,

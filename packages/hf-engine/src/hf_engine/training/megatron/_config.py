@@ -14,12 +14,19 @@ from hf_engine.backends.base import TrainConfig
 from hf_engine.model_directory import ModelDirectory, read_end_of_sequence_ids
 from hf_engine.resharding.tensor_parallel import fused_qkv_rows, split_layers
 from hf_engine.training.megatron._core import TransformerConfig, quiet
+from hf_engine.training.shared_prompts import MASK_BYTES, PromptSharing
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec
 from hf_protocols.validation import show
 
-__all__ = ["ARCHITECTURES", "MegatronModelConfig", "build_transformer_config", "check_divisible"]
+__all__ = [
+    "ARCHITECTURES",
+    "MegatronModelConfig",
+    "build_transformer_config",
+    "check_divisible",
+    "estimate_sharing",
+]
 
 ARCHITECTURES = (
     "LlamaForCausalLM",
@@ -152,6 +159,26 @@ def _moe_options(model: MegatronModelConfig, train: ParallelSpec) -> dict[str, A
         "expert_model_parallel_size": train.ep_size,
         "expert_tensor_parallel_size": train.tp_size,
     }
+
+
+def estimate_sharing(shape: ModelShape, train: ParallelSpec, config: TrainConfig) -> PromptSharing | None:
+    """Costs by which rows are packed, alike on every rank; None where the configuration packs none.
+
+    A rank has a mask for all of its layers, of which the smallest stage has the fewest, and its part of each token.
+    """
+    if config.shared_prompts is False:
+        return None
+    query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    experts = max(1, shape.num_experts_per_token)
+    a_layer = shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size * experts)
+    layers = max(1, shape.num_layers // train.pp_size)
+    return PromptSharing.estimate(
+        attended=shape.num_layers * query,
+        passed=shape.num_layers * a_layer,
+        pair_bytes=MASK_BYTES,
+        token_bytes=max(1, 4 * layers * shape.hidden_size // train.tp_size),
+        always=config.shared_prompts is True,
+    )
 
 
 def check_divisible(shape: ModelShape, train: ParallelSpec) -> None:

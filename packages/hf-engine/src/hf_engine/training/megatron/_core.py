@@ -36,6 +36,7 @@ HOMES = {
 PRIVATE = (
     ("DistributedOptimizer", "_get_main_param_and_optimizer_states"),
     ("DistributedOptimizer", "_get_model_param_range_map"),
+    ("GPTModel", "_preprocess"),
     ("parallel_state", "_global_process_group_list"),
 )
 

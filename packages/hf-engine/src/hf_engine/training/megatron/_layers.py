@@ -1,4 +1,7 @@
-"""megatron-core's own layers, with a norm that knows sequence parallelism, which its local specification lacks."""
+"""megatron-core's own layers, with a norm that knows sequence parallelism, and torch's function of attention.
+
+megatron-core's local attention keeps the scores of all pairs of tokens, and computes what the mask hides.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from hf_engine.training.megatron._core import TransformerBlockSubmodules, get_gpt_layer_local_spec, moe_utils
 from hf_protocols.models import ModelShape
 
-__all__ = ["RMSNorm", "build_block_spec"]
+__all__ = ["RMSNorm", "TorchAttention", "build_block_spec"]
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -18,6 +21,42 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class TorchAttention(torch.nn.Module):
+    """torch's scaled_dot_product_attention as megatron-core's core attention."""
+
+    def __init__(self, config: Any, *, softmax_scale: float | None = None, **_: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Returns [S, b, heads * d] from queries [S, b, heads, d], and keys and values [S, b, groups, d].
+
+        Args:
+            query: of this rank's heads.
+            key: of this rank's groups of heads.
+            value: likewise.
+            attention_mask: bool [b or 1, 1, S, S], True where a query sees a key; None: it sees none after it.
+        """
+        queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        context = torch.nn.functional.scaled_dot_product_attention(
+            queries,
+            keys,
+            values,
+            attention_mask,
+            is_causal=attention_mask is None,
+            scale=self._scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
 
 
 def build_block_spec(shape: ModelShape, num_layers: int) -> Any:
@@ -34,7 +73,8 @@ def build_block_spec(shape: ModelShape, num_layers: int) -> Any:
         num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
     )
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = TorchAttention
     if shape.qk_norm:
-        attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -32,14 +32,14 @@ def compute_vocab_parallel_logprobs(
     """The log of softmax(hidden @ weight.T / temperature) at the given tokens. Collective over `group`.
 
     Args:
-        hidden: [b, T, h], the same on every rank of the group.
+        hidden: [..., h], the same on every rank of the group.
         weight: [rows, h], this rank's rows of the output layer, in rank order; the last ones may be padding.
-        token_ids: int64 [b, T].
+        token_ids: int64 [...].
         group: the tensor-parallel ranks.
         vocab_size: V, without padding.
         temperature: divides the logits.
         entropy: also return the entropy of every distribution, in nats.
-        candidate_ids: int64 [b, T, k], more tokens of the same distributions.
+        candidate_ids: int64 [..., k], more tokens of the same distributions.
 
     Returns:
         float32, the same on every rank.
@@ -48,7 +48,7 @@ def compute_vocab_parallel_logprobs(
     num_rows = _count_rows(weight, first, vocab_size)
     compute: Any = _VocabParallelLogprobs.apply
     ids = join_candidates(token_ids, candidate_ids, vocab_size)
-    logprobs, entropies = compute(hidden.flatten(0, 1), weight, ids, group, first, num_rows, temperature, entropy)
+    logprobs, entropies = compute(hidden.flatten(0, -2), weight, ids, group, first, num_rows, temperature, entropy)
     chosen, candidates = split_candidates(logprobs, token_ids, candidate_ids, vocab_size)
     return TokenScores(chosen, entropies.view(token_ids.shape) if entropy else None, candidates)
 
@@ -57,16 +57,16 @@ def compute_vocab_parallel_logprobs(
 def find_vocab_parallel_top_ids(
     hidden: torch.Tensor, weight: torch.Tensor, k: int, *, group: dist.ProcessGroup, vocab_size: int
 ) -> torch.Tensor:
-    """The ids of the k likeliest tokens, the likeliest first: int64 [b, T, k], alike on every rank. Collective.
+    """The ids of the k likeliest tokens, the likeliest first: int64 [..., k], alike on every rank. Collective.
 
     Args:
-        hidden: [b, T, h], the same on every rank of the group.
+        hidden: [..., h], the same on every rank of the group.
         weight: [rows, h]; see `compute_vocab_parallel_logprobs`.
         k: at most `vocab_size`.
         group: the tensor-parallel ranks.
         vocab_size: V, without padding.
     """
-    flat = hidden.flatten(0, 1)
+    flat = hidden.flatten(0, -2)
     first = dist.get_rank(group) * weight.shape[0]
     num_rows = _count_rows(weight, first, vocab_size)
     found = torch.empty(len(flat), k, dtype=torch.int64, device=hidden.device)
@@ -76,7 +76,7 @@ def find_vocab_parallel_top_ids(
         values, rows = logits.topk(min(k, weight.shape[0]), dim=-1)
         everyones, ids = _gather_columns(values, group), _gather_columns(rows + first, group)
         found[part] = ids.gather(-1, everyones.topk(k, dim=-1).indices)
-    return found.view(*hidden.shape[:2], k)
+    return found.view(*hidden.shape[:-1], k)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):

@@ -1,8 +1,7 @@
-"""A causal language model as megatron-core builds one pipeline stage of it, up to the hidden states."""
+"""A causal language model as megatron-core builds one pipeline stage of it, and the outputs of its last stage."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,19 @@ from hf_engine.training.megatron._layers import build_block_spec
 from hf_engine.training.megatron._logprobs import compute_vocab_parallel_logprobs, find_vocab_parallel_top_ids
 from hf_engine.training.megatron._parallel import ParallelGroups
 from hf_engine.training.micro_batches import MicroBatch
-from hf_engine.training.outputs import OutputRequest
+from hf_engine.training.outputs import OutputRequest, place_at
 from hf_engine.training.token_logprobs import TokenScores
 
-__all__ = ["Decoder", "DecoderInputs", "build_decoder"]
+__all__ = ["Decoder", "build_decoder"]
 
 
 class Decoder(GPTModel):  # type: ignore[misc]
     """One stage; the last one returns its hidden states [S, b, h] and holds the output layer or a value head."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Hidden states from token ids [b, S], or from those that the schedule received from the stage before."""
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Hidden states from token ids, or from those that the schedule received; see `DecoderInputs`."""
         embedded = None
         if self.pre_process:
             embedded = self.embedding(input_ids=input_ids, position_ids=None)
@@ -36,9 +37,15 @@ class Decoder(GPTModel):  # type: ignore[misc]
                 own = is_padding.chunk(input_ids.shape[1] // len(embedded))[self._sequence_part]
                 embedded = torch.where(own, embedded.detach(), embedded).contiguous()
         hidden: torch.Tensor = super().forward(
-            input_ids=input_ids, position_ids=None, attention_mask=attention_mask, decoder_input=embedded
+            input_ids=input_ids, position_ids=position_ids, attention_mask=attention_mask, decoder_input=embedded
         )
         return hidden
+
+    def _preprocess(self, *, position_ids: torch.Tensor | None, **inputs: Any) -> tuple[Any, ...]:
+        embedded, angles, *others = super()._preprocess(position_ids=None, **inputs)
+        if position_ids is not None:  # [S, 1, 1, d], by position, becomes [S, b, 1, d]
+            angles = angles[:, 0][position_ids.T]
+        return embedded, angles, *others
 
     @property
     def _sequence_part(self) -> int:
@@ -54,18 +61,35 @@ class Decoder(GPTModel):  # type: ignore[misc]
         return whole
 
     def outputs(self, hidden: torch.Tensor, micro_batch: MicroBatch, request: OutputRequest) -> dict[str, torch.Tensor]:
-        """`values`, or `logprobs` and what else is asked for: [b, T] from hidden states [b, T, h] of the last stage."""
+        """`values`, or `logprobs` and what else is asked for: [b, T] with zeros at padding.
+
+        Args:
+            hidden: [n, h] of the last stage, from which the n response tokens are predicted, row by row.
+            micro_batch: of these tokens.
+            request: see `TrainBackend.compute_logprobs`.
+        """
+        mask = micro_batch.response_mask
+        positions = mask.flatten().nonzero().squeeze(1)
         if self.value_head is not None:
-            return {"values": self.value_head(hidden).squeeze(-1).float()}
+            found = {"values": self.value_head(hidden).squeeze(-1).float()}
+        else:
+            found = self._score(hidden, micro_batch, positions, request)
+        positions = positions.to(hidden.device)
+        return {name: place_at(positions, output, mask.shape) for name, output in found.items()}
+
+    def _score(
+        self, hidden: torch.Tensor, micro_batch: MicroBatch, positions: torch.Tensor, request: OutputRequest
+    ) -> dict[str, torch.Tensor]:
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group, vocab_size = self.pg_collection.tp, self.real_vocab_size
+        ids = micro_batch.response_ids.flatten()[positions].to(hidden.device)
 
         def compute(candidate_ids: torch.Tensor | None) -> TokenScores:
             return compute_vocab_parallel_logprobs(
                 hidden,
                 weight,
-                micro_batch.response_ids.to(hidden.device),
+                ids,
                 group=group,
                 vocab_size=vocab_size,
                 temperature=request.temperature,
@@ -77,7 +101,7 @@ class Decoder(GPTModel):  # type: ignore[misc]
         return request.ask(
             compute,
             partial(find_vocab_parallel_top_ids, hidden, weight, request.top_k, group=group, vocab_size=vocab_size),
-            None if candidates is None else candidates.to(hidden.device),
+            None if candidates is None else candidates.flatten(0, 1)[positions].to(hidden.device),
         )
 
 
@@ -117,49 +141,3 @@ def build_decoder(
     # Dropout is off either way; megatron-core recomputes activations in training mode only.
     decoder.train(config.recompute_granularity is not None)
     return decoder
-
-
-@dataclass(frozen=True)
-class DecoderInputs:
-    """A micro-batch as megatron-core wants it: rows start at column 0, so that a causal mask is all there is."""
-
-    micro_batch: MicroBatch
-    window: int | None
-    """Keys that a query sees, itself included; None: all."""
-    multiple: int
-    """The width S is a multiple of it: the number of ranks that share a sequence."""
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """int64 [b, S], padding moved to the right."""
-        ids = self.micro_batch.input_ids
-        columns = torch.arange(ids.shape[1]) + self._left_padding[:, None]
-        moved = ids.gather(1, columns % ids.shape[1])
-        return torch.nn.functional.pad(moved, (0, self._width - ids.shape[1]))
-
-    @property
-    def attention_mask(self) -> torch.Tensor:
-        """[1, 1, S, S], bool: True where a query must not look."""
-        columns = torch.arange(self._width)
-        distance = columns[:, None] - columns
-        hidden = distance < 0
-        if self.window is not None:
-            hidden |= distance >= self.window
-        return hidden[None, None]
-
-    def predicting(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[b, T, h], the states [S, b, h] at the columns that predict the response tokens."""
-        last_of_prompt = self.micro_batch.prompt_width - self._left_padding - 1
-        steps = torch.arange(self.micro_batch.response_mask.shape[1])
-        columns = (last_of_prompt[:, None] + steps).to(hidden.device)
-        return hidden.transpose(0, 1).gather(1, columns[:, :, None].expand(-1, -1, hidden.shape[-1]))
-
-    @property
-    def _width(self) -> int:
-        return -(-self.micro_batch.input_ids.shape[1] // self.multiple) * self.multiple
-
-    @property
-    def _left_padding(self) -> torch.Tensor:
-        """int64 [b], columns before each row's prompt."""
-        mask = self.micro_batch.attention_mask[:, : self.micro_batch.prompt_width]
-        return mask.shape[1] - mask.sum(-1)

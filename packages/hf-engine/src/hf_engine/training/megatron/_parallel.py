@@ -38,7 +38,7 @@ class ParallelGroups:
     back, and another layout may follow.
 
     Raises:
-        BackendError: for context parallelism, which megatron-core's own attention lacks, for an unsupported order of
+        BackendError: for context parallelism, which the backend's attention lacks, for an unsupported order of
             ranks, or while backends of another layout are open in this process.
         TopologyError: if the default process group has another number of ranks.
     """

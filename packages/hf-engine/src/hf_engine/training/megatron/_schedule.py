@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_engine.training.megatron._core import get_forward_backward_func, quiet
-from hf_engine.training.megatron._model import DecoderInputs
+from hf_engine.training.megatron._inputs import DecoderInputs
 from hf_engine.training.micro_batches import MicroBatch
 
 __all__ = ["run_backward", "run_forward"]
@@ -23,7 +23,7 @@ def run_forward(
     window: int | None,
     device: torch.device,
 ) -> list[Any]:
-    """Calls `compute(micro_batch, hidden [b, T, h])` on the last stage for each micro-batch, in order.
+    """Calls `compute(micro_batch, hidden [n, h])` on the last stage for each micro-batch, in order.
 
     Returns:
         The results on the last stage, nothing on others.
@@ -45,7 +45,7 @@ def run_backward(
     window: int | None,
     device: torch.device,
 ) -> None:
-    """Adds this rank's gradients of the sum of `compute_loss(micro_batch, hidden [b, T, h])`."""
+    """Adds this rank's gradients of the sum of `compute_loss(micro_batch, hidden [n, h])`."""
 
     def finish(micro_batch: MicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         # With a third item the schedule does not divide by the number of micro-batches.
@@ -65,9 +65,12 @@ def _run(
     def step(iterator: Iterator[MicroBatch], stage: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         micro_batch = next(iterator)
         decoder = stage.module if hasattr(stage, "ddp_config") else stage
-        inputs = DecoderInputs(micro_batch, window, multiple=decoder.pg_collection.tp.size())
-        hidden = stage(inputs.input_ids.to(device), inputs.attention_mask.to(device))
-        return (inputs.predicting(hidden) if decoder.post_process else hidden), partial(finish, micro_batch)
+        ranks = decoder.pg_collection.tp.size()
+        inputs = DecoderInputs.of(micro_batch, window=window, multiple=ranks, device=device)
+        hidden = stage(inputs.input_ids, inputs.position_ids, inputs.attention_mask)
+        if decoder.post_process:
+            hidden = hidden.flatten(0, 1).index_select(0, inputs.predicting)
+        return hidden, partial(finish, micro_batch)
 
     with quiet():
         results: list[Any] = get_forward_backward_func()(

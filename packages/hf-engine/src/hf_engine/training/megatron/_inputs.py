@@ -1,0 +1,81 @@
+"""Inputs of a stage, from a micro-batch: token ids, positions, and which tokens see which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch
+
+__all__ = ["DecoderInputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderInputs:
+    """A micro-batch as megatron-core wants it: tokens start at column 0 of each of the b rows, packed ones included."""
+
+    input_ids: torch.Tensor
+    """int64 [b, S], padding on the right. The ranks that share a sequence have equal parts of S."""
+    position_ids: torch.Tensor | None
+    """int64 [b, S]; None: the columns."""
+    attention_mask: torch.Tensor | None
+    """bool [b or 1, 1, S, S], True where a query sees a key; None: each sees itself and all before it."""
+    predicting: torch.Tensor
+    """int64 [n], of the flattened [S, b]: whose hidden states predict the response tokens, row by row."""
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, *, window: int | None, multiple: int, device: torch.device) -> DecoderInputs:
+        """Arranges a micro-batch.
+
+        Args:
+            micro_batch: padded rows, or packed ones.
+            window: keys that a query sees, itself included; None: all.
+            multiple: of which S is one: the number of ranks that share a sequence.
+            device: where the tensors go.
+        """
+        width = -(-micro_batch.input_ids.shape[1] // multiple) * multiple
+        if isinstance(micro_batch, PackedMicroBatch):
+            return cls._of_packed(micro_batch, width, window, device)
+        num_rows, given = micro_batch.input_ids.shape
+        mask = micro_batch.attention_mask[:, : micro_batch.prompt_width]
+        left = mask.shape[1] - mask.sum(-1)
+        moved = micro_batch.input_ids.gather(1, (torch.arange(given) + left[:, None]) % given)
+        rows, tokens = micro_batch.response_mask.nonzero(as_tuple=True)
+        columns = tokens + micro_batch.prompt_width - 1 - left[rows]
+        return cls(
+            input_ids=_pad(moved, width, 0).to(device),
+            position_ids=None,
+            attention_mask=None if window is None or window >= width else _slide(width, window, device),
+            predicting=(columns * num_rows + rows).to(device),
+        )
+
+    @classmethod
+    def _of_packed(
+        cls, packed: PackedMicroBatch, width: int, window: int | None, device: torch.device
+    ) -> DecoderInputs:
+        """A token sees its own prompt and its own response; padding sees padding."""
+        num_rows, given = packed.input_ids.shape
+        segments, prompts = (_pad(each, width, -1).to(device) for each in (packed.segments, packed.prompts))
+        positions = _pad(packed.positions, width, 0).to(device)
+        of_key, distance = segments[:, None, :], positions[:, :, None] - positions[:, None, :]
+        sees = ((of_key == prompts[:, :, None]) | (of_key == segments[:, :, None])) & (distance >= 0)
+        if window is not None:
+            sees &= distance < window
+        rows, columns = packed.predicting_positions // given, packed.predicting_positions % given
+        return cls(
+            input_ids=_pad(packed.input_ids, width, 0).to(device),
+            position_ids=positions,
+            attention_mask=sees[:, None],
+            predicting=(columns * num_rows + rows).to(device),
+        )
+
+
+def _pad(rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
+    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
+
+
+def _slide(width: int, window: int, device: torch.device) -> torch.Tensor:
+    columns = torch.arange(width, device=device)
+    distance = columns[:, None] - columns
+    return ((distance >= 0) & (distance < window))[None, None]
