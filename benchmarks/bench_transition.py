@@ -2,11 +2,11 @@
 
 A model of about a million parameters goes into generation and back, as in every iteration of a small run: the training
 shard is moved. Its weights change before each entry. Next to it in turns, with the same bytes on the same ranks: a bare
-all-gather into memory that is there already, bare messages, the two agreements of an entry, and what the two passes of
-digests and the copies take, each of one piece of memory; a transition has a piece for every parameter. All begin at a
-barrier. A second all-gather and second messages come as in a transition, after some work without another barrier: on
-two cores gloo's threads then wait for the ranks. The seconds of the slower rank count; medians with the fastest and the
-slowest. The target is a ratio over the first all-gather.
+all-gather into memory that is there already, bare messages, the agreement of an entry, and the copies, each of one
+piece of memory; a transition has a piece for every parameter. All begin at a barrier. A second all-gather and second
+messages come as in a transition, after some work without another barrier: on two cores gloo's threads then wait for the
+ranks. The seconds of the slower rank count; medians with the fastest and the slowest. The target is a ratio over the
+first all-gather.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ import torch.distributed as dist
 from measurement import record
 
 from hf_engine import HybridEngine, TrainConfig, load_rollout_backend, load_train_backend
-from hf_engine.resharding.digest import digest_words
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_protocols import GenerationSpec, ParallelSpec, Topology
 
@@ -57,7 +56,7 @@ def main() -> int:
         for kind, value in (("median", medians[name]), ("fastest", min(slower)), ("slowest", max(slower))):
             metrics[f"{name}_{kind}_ms"] = (round(value, 3), "ms")
     ratio = (medians["entry"] + medians["exit"]) / medians["all_gather"]
-    bare = ("messages", "agreements", "digests", "copies")
+    bare = ("messages", "agreement", "copies")
     over_parts = (medians["entry"] + medians["exit"]) / sum(medians[name] for name in bare)
     metrics |= {"over_all_gather": (round(ratio, 2), "x"), "over_bare_parts": (round(over_parts, 2), "x")}
     record("transition", metrics)
@@ -103,12 +102,11 @@ class _Floor:
     def __init__(self, share_bytes: int) -> None:
         self.share = torch.ones(share_bytes, dtype=torch.uint8)
         self._whole = torch.empty(NUM_RANKS * share_bytes, dtype=torch.uint8)
-        self._number = torch.zeros(2, dtype=torch.int32)
+        self._numbers = torch.zeros(2, 2, dtype=torch.int32)
         self.works: dict[str, Callable[[], None]] = {
             "all_gather": self._gather,
             "messages": self._exchange,
-            "agreements": self._agree,
-            "digests": self._digest,
+            "agreement": self._agree,
             "copies": self._copy,
             "all_gather_after_work": self._gather,
             "messages_after_work": self._exchange,
@@ -125,15 +123,9 @@ class _Floor:
             work.wait()
 
     def _agree(self) -> None:
-        """Before weights move, and on what arrived."""
-        for _ in range(2):
-            dist.all_reduce(self._number, op=dist.ReduceOp.MAX)
-            self._number.tolist()
-
-    def _digest(self) -> None:
-        """Of what goes out and of what comes in."""
-        for _ in range(2):
-            int(digest_words(self.share))
+        """Before weights move."""
+        dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX)
+        self._numbers.tolist()
 
     def _copy(self) -> None:
         """Bytes that are kept, packed, unpacked and brought back."""

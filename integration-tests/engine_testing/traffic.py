@@ -57,17 +57,17 @@ class Traffic:
 
     @property
     def checksum_bytes(self) -> int:
-        """Least bytes of the checksums: 16 end every message."""
-        return 16 * self.num_messages
+        """Least bytes of the checksums: 8 end every message."""
+        return 8 * self.num_messages
 
     def matches(self, planned_bytes: int, *, most_object_bytes: int = 0) -> bool:
         """Returns True if a plan's bytes arrived, and the checksums, with less than 8 bytes to align each of them.
 
-        Reductions may carry a verdict each, a number of at most 8 bytes, and objects `most_object_bytes` together.
+        Reductions may carry a verdict each, four numbers of 4 bytes at most, and objects `most_object_bytes` together.
         """
         surplus = self.recv_bytes - self.checksum_bytes - planned_bytes
         verdicts = sum(self.calls[name] for name in _REDUCTIONS)
-        told = self.reduced_bytes <= 8 * verdicts and self.object_bytes <= most_object_bytes
+        told = self.reduced_bytes <= 16 * verdicts and self.object_bytes <= most_object_bytes
         return told and 0 <= surplus < 8 * max(1, self.num_messages)
 
 

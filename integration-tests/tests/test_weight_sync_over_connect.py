@@ -85,9 +85,9 @@ def test_weights_reach_the_ranks_of_another_group(sides: tuple[WorkerGroup, Work
         check_that_weights_move(sides, version)
     trainers, samplers = sides
     sent, received = trainers.send(3), samplers.receive(4)
-    with pytest.raises(ReshardError, match=r"rank [23] expected weights of version 4 and received \{0: 3"):
+    with pytest.raises(ReshardError, match="the ranks have weights of versions 3 to 4; no weights were moved"):
         received.result()
-    with pytest.raises(ReshardError, match="another rank refused what it received"):
+    with pytest.raises(ReshardError, match="the ranks have weights of versions 3 to 4; no weights were moved"):
         sent.result()
 
 

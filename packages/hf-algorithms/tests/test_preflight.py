@@ -548,7 +548,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
         algorithm={"mini_batches": 2, "epochs": 3},
         optimizer={"actor_learning_rate": 0.5},
         roles={"critic": {"dtype": "bfloat16", "learning_rate": 0.25}},
-        rollout={"stop": ["="], "min_new_tokens": 2, "bucket_bytes": 4096},
+        rollout={"stop": ["="], "min_new_tokens": 2, "bucket_bytes": 4096, "verify_transfers": True},
         training={
             "learning_rate_schedule": "cosine",
             "activation_checkpointing": True,
@@ -566,7 +566,7 @@ def test_the_keys_of_training_and_rollout_reach_the_workers(build: Callable[...,
     assert (training.schedule, training.total_steps) == ("cosine", 42)
     assert training.activation_checkpointing and training.compile and actor.balance_tokens
     assert training.shared_prompts is False and training.attn_implementation == "eager"
-    assert actor.kwargs["bucket_bytes"] == 4096
+    assert (actor.kwargs["bucket_bytes"], actor.kwargs["verify_transfers"]) == (4096, True)
     assert [each.kwargs["training"].dtype for each in (actor, critic)] == ["float32", "bfloat16"]
     assert [each.kwargs["training"].learning_rate for each in (actor, critic)] == [0.5, 0.25]
     assert not groups["reward"].spec.balance_tokens

@@ -11,6 +11,7 @@ from engine_testing.weights import cut_weights, empty_weights, numbered_weights
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.execute import ReshardExecutor, execute_reshard
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
+from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import plan_reshard
 from hf_engine.resharding.steps import Step
 from hf_engine.resharding.tensor_checks import check_weights
@@ -77,6 +78,29 @@ def gather_fsdp_shards(bucket_bytes):
         for name, tensor in weights.items():
             assert torch.equal(tensor, full[name])
     return plan.recv_bytes
+
+
+def share_buffers():
+    """An executor whose buffers another one enlarges later sends and takes its pieces in the new ones."""
+    rank, buffers = dist.get_rank(), []
+    small, large = (
+        plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+        for shapes in ({"w": (4, 3)}, {"w": (4, 3), "v": (40, 30)})
+    )
+    first = ReshardExecutor(small, buffers=buffers)
+    executors = [(small, first), (small, first)]
+    for number, (plan, executor) in enumerate(
+        [*executors, (large, ReshardExecutor(large, buffers=buffers)), *executors]
+    ):
+        full, weights = numbered_weights(plan.source.shapes, version=number), empty_weights(plan.target, rank)
+        executor.run(cut_weights(plan.source, rank, full), weights)
+        assert_same(weights, cut_weights(plan.target, rank, full))
+    return first.buffer_bytes, executor.buffer_bytes
+
+
+def test_buffers_may_be_enlarged_between_runs(ranks2):
+    for before, after in ranks2.run(share_buffers):
+        assert before == after > 40 * 30 * 4
 
 
 def cast_on_the_way():
@@ -196,11 +220,11 @@ def lose_messages(is_lost, left=lambda tensor: None):
     return batch
 
 
-def take_wrong_messages(what):
+def take_wrong_messages(what, verifies):
     """Equal rounds use the same two buffers, so what stands there already has the right form."""
     rank, shapes = dist.get_rank(), dict.fromkeys("abcd", (8, 4))
     plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
-    executor = ReshardExecutor(plan, bucket_bytes=512)
+    executor = ReshardExecutor(plan, bucket_bytes=512, verify_transfers=verifies)
     num_rounds = len(executor._steps)
     assert num_rounds >= 4
     for change in range(2):
@@ -219,13 +243,14 @@ def take_wrong_messages(what):
         elif rank == 0:
             executor._steps[:2] = executor._steps[1::-1]
         held = cut_weights(plan.source, rank, numbered_weights(shapes, version=2))
-        with pytest.raises(ReshardError, match="the digests differ"):
+        with pytest.raises(ReshardError, match="the checksums differ"):
             executor.run(held, empty_weights(plan.target, rank), version=0 if what == "zeros" else None)
 
 
+@pytest.mark.parametrize("verifies", [False, True])
 @pytest.mark.parametrize("what", ["lost", "all lost, those of the run before in place", "zeros", "swapped"])
-def test_a_message_passes_for_no_other(ranks2, what):
-    ranks2.run(take_wrong_messages, what)
+def test_a_message_passes_for_no_other(ranks2, what, verifies):
+    ranks2.run(take_wrong_messages, what, verifies)
 
 
 def send_as(version, message):
@@ -286,8 +311,14 @@ def refuse_together():
                 message = f"rank 1 refused: .*{message}.*; no weights were moved"
             with pytest.raises(ReshardError, match=message):
                 executor.run(source, target, version=version)
-        with pytest.raises(ReshardError, match=r"different plans or bucket_bytes; rank .* has bucket_"):
+        with pytest.raises(
+            ReshardError, match=r"different plans, bucket_bytes or verify_transfers; rank .* has bucket_"
+        ):
             ReshardExecutor(plan, bucket_bytes=64 << rank).run(held, empty_weights(plan.target, rank))
+        wanted = empty_weights(plan.target, rank)
+        mover = ShardMover(plan, rank, empty_weights(plan.source, rank), wanted)
+        with pytest.raises(ReshardError, match=rf"the mover of rank {rank} was built on other tensors. Build one on"):
+            executor.run(held, wanted, mover=mover)
     assert dist.batch_isend_irecv is moved
     weights = empty_weights(plan.target, rank)
     executor.run(held, weights, version=3)
@@ -350,7 +381,7 @@ def plans_that_differ():
     for one, other in [(stays, moves), (moves, stays), (moves, plan_reshard(columns, whole))]:
         plan = other if rank else one
         source, target = empty_weights(plan.source, rank), empty_weights(plan.target, rank)
-        with pytest.raises(ReshardError, match=rf"different plans or bucket_bytes; rank {rank} has"):
+        with pytest.raises(ReshardError, match=rf"different plans, bucket_bytes or verify_transfers; rank {rank} has"):
             execute_reshard(plan, source, target)
     assert execute_reshard(stays, empty_weights(whole, rank), empty_weights(sharded, rank)) == 0
 

@@ -62,7 +62,7 @@ def test_a_wrong_sync_cannot_pass(ranks2, tmp_path):
 
 def damage_what_arrives(model, what):
     """A bit flips on the way, or a rank is a step behind: typed errors, and the training weights are as before."""
-    train, rollout, engine = build_engine(model, model)
+    train, rollout, engine = build_engine(model, model, verify_transfers=True)
     before = bits(train.local_weights())
     version, rank = rollout.weight_version, dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
@@ -70,7 +70,7 @@ def damage_what_arrives(model, what):
             patch.setattr(Step, "unpack", flip_a_bit)
         elif rank == 1:
             train._weight_changes += 1
-        message = "digests differ" if what == "bit" else "expected weights of version"
+        message = "checksums differ" if what == "bit" else "and others have another; no weights were moved"
         with pytest.raises(ReshardError, match=message), engine.generation():
             raise AssertionError("no generation from wrong weights")
     assert rollout.weight_version == version
@@ -109,7 +109,7 @@ def make_a_mistake_on_rank_1(model):
     with pytest.raises((BackendError, ReshardError), match=r"training_weights='mvoe'. Use"):
         HybridEngine(train, rollout, topology, training_weights="mvoe" if rank else None)
     mine = "move" if rank else "keep"
-    with pytest.raises(BackendError, match=f"different training_weights or bucket_bytes; this one has '{mine}'"):
+    with pytest.raises(BackendError, match=f"bucket_bytes or verify_transfers; this one has '{mine}'"):
         HybridEngine(train, rollout, topology, training_weights=mine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan.ReshardPlan, "digest", 7 + rank)
@@ -132,13 +132,13 @@ def test_a_mistake_on_one_rank_is_an_error_on_all(ranks2, tmp_path):
 
 
 def enter_after_a_refusal(model):
-    train, _, engine = build_engine(model, model)
+    train, _, engine = build_engine(model, model, verify_transfers=True)
     with engine.generation():
         pass
     step(train)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Step, "unpack", flip_a_bit)
-        with pytest.raises(ReshardError, match="digests differ"), engine.generation():
+        with pytest.raises(ReshardError, match="checksums differ"), engine.generation():
             pass
     with engine.generation():
         return engine.last_transition.recv_bytes > 0, engine.weight_version

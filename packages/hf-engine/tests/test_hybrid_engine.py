@@ -84,6 +84,42 @@ def test_generation_sees_the_trained_weights(ranks2, tmp_path, training_weights)
     assert total == (VOCAB_SIZE * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 128) + 64) * 4
 
 
+def count_calls_between_steps(model, options):
+    """Calls of torch.distributed on the way into generation and out of it: after a step, and without a change."""
+    train, _, engine = build_engine(model, model, **options)
+    counted = []
+    for changes in (True, False):
+        if changes:
+            step(train)
+        block = engine.generation()
+        for way in (block.__enter__, lambda: block.__exit__(None, None, None)):  # noqa: B023
+            with count_traffic() as traffic:
+                way()
+            counted.append(dict(traffic.calls))
+    engine.close()
+    return counted
+
+
+MESSAGES = {"send": 1, "recv_": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "reductions", "unchanged"),
+    [
+        ({}, 1, MESSAGES),
+        ({"training_weights": "keep"}, 1, {}),
+        ({"verify_transfers": True}, 2, MESSAGES),
+    ],
+)
+def test_an_entry_has_one_agreement_and_an_exit_none(ranks2, tmp_path, options, reductions, unchanged):
+    """Small weights take one message per peer. Ranks agree on what arrived only where transfers are verified."""
+    for found in ranks2.run(count_calls_between_steps, write_tiny_model(tmp_path), options):
+        entry, leave, again, leave_again = found
+        assert leave == leave_again == {}
+        assert entry == MESSAGES | {"allreduce_": reductions}
+        assert again == unchanged | {"allreduce_": reductions if unchanged else 1}
+
+
 def untouched_weights_keep_their_version(model):
     train, rollout, engine = build_engine(model, model)
     for _ in range(2):

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.process_groups import local_device
-from hf_protocols.errors import BackendError, HybridFlowError, ReshardError
+from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.foreign_code import Caught
 
-__all__ = ["HIGHEST", "Agreement", "agree_on_moving", "spread", "together"]
+__all__ = ["HIGHEST", "Agreement", "spread", "together"]
 
 HIGHEST = 2**31 - 1
 """Stands for a number if this rank refuses. Numbers are smaller, and are sent as 32 bits."""
@@ -26,12 +26,16 @@ HIGHEST = 2**31 - 1
 
 @dataclass
 class Agreement:
-    """A rank's number in `together`, and whether all ranks had the same."""
+    """A rank's numbers in `together`, and what is known of all ranks after the block."""
 
     number: int = 0
     """Number that must be equal on all ranks; the block sets it, and it is sent as 31 bits."""
     is_alike: bool = False
     """All ranks had one number: known after the block."""
+    lowest: int = HIGHEST
+    """Of further numbers below `HIGHEST`, which a rank may lack: its own in the block, that of all ranks after it."""
+    highest: int = -1
+    """Of the same numbers."""
 
 
 @contextmanager
@@ -45,7 +49,7 @@ def together(
 ) -> Iterator[Agreement]:
     """A block without collectives that either all ranks of a group complete or none. Collective at its end.
 
-    Costs one reduction of eight bytes. Reasons are sent only if a rank has one.
+    Costs one reduction of 16 bytes. Reasons are sent only if a rank has one.
 
     Args:
         outcome: of a mistake, for its message: `"nothing was loaded"`.
@@ -63,46 +67,30 @@ def together(
         yield agreement
     refusal = caught.error
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
-    lowest, highest = spread(number, number, group, local_device() if device is None else device)
+    pairs = [(number, number), (agreement.lowest, agreement.highest)]
+    found = spread(pairs, group, local_device() if device is None else device)
+    (lowest, highest), (agreement.lowest, agreement.highest) = found
     if highest == HIGHEST:
         _refuse(refusal, group, dist.get_process_group_ranks(group) if ranks is None else ranks, error, outcome)
     agreement.is_alike = lowest == highest
 
 
-def spread(lowest: int, highest: int, group: dist.ProcessGroup | None, device: torch.device | str) -> tuple[int, int]:
-    """Lowest and highest of all ranks' numbers, in one reduction of eight bytes. Collective."""
-    if dist.get_world_size(group) == 1:
-        return lowest, highest
-    both = torch.tensor([-lowest, highest], dtype=torch.int32, device=device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    negated, highest = both.tolist()
-    return -negated, highest
-
-
-def agree_on_moving(
-    moves: bool, group: dist.ProcessGroup | None, device: torch.device | str, *, whole: bool = True
-) -> bool:
-    """Refuses on every rank of the group a transfer that some take part in and others do not. Collective.
+def spread(
+    pairs: Sequence[tuple[int, int]], group: dist.ProcessGroup | None, device: torch.device | str
+) -> list[tuple[int, int]]:
+    """Of each pair the lowest first and the highest second number of all ranks, in one reduction. Collective.
 
     Args:
-        moves: whether this rank takes part.
-        group: the ranks that would.
+        pairs: numbers of 32 bits, as many on every rank.
+        group: the ranks; None is the default group.
         device: where the group communicates.
-        whole: this rank needs all weights in the transfer, not the adapters alone.
-
-    Returns:
-        True if any rank needs all of them.
-
-    Raises:
-        ReshardError: saying on which side this rank is.
     """
-    lowest, highest = spread(moves, moves + (moves and whole), group, device)
-    if not lowest and highest:
-        raise ReshardError(
-            f"the training weights of some ranks changed since the last transition, those of rank {dist.get_rank()} "
-            f"{'did' if moves else 'did not'}. Call train_step and what loads weights on all ranks alike"
-        )
-    return highest > 1
+    if dist.get_world_size(group) == 1:
+        return list(pairs)
+    sent = [[-lowest, highest] for lowest, highest in pairs]
+    numbers = torch.tensor(sent, dtype=torch.int32, device=device)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    return [(-negated, highest) for negated, highest in numbers.tolist()]
 
 
 def _refuse(

@@ -242,6 +242,9 @@ class RolloutConfig(Section):
     """Texts that end a response; the token that completes one is kept."""
     bucket_bytes: Annotated[int, Field(ge=1, le=1 << 53)] | None = None
     """Bound on the buffers in which weights travel to the rollout backend; by default the engine's own."""
+    verify_transfers: bool = False
+    """Sends a digest with every message of weights to the rollout backend: an error on all ranks if bytes changed on
+    the way. Costs a pass over the bytes that are sent and received."""
     options: dict[str, Any] = Field(default_factory=dict)
     """More of what the backend's `build` takes: `cache_bytes` or `cache_fraction` for keys and values."""
 

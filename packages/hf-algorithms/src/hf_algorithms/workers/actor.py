@@ -52,6 +52,7 @@ class ActorWorker(PolicyWorker):
         rollout: name of a `hf_engine.rollout_backends` entry point.
         rollout_options: more of what its `build` takes, such as the size of the KV cache.
         bucket_bytes: bound on the buffers in which weights travel to it; None: the engine's own.
+        verify_transfers: as in `HybridEngine`.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ActorWorker(PolicyWorker):
         rollout: str,
         rollout_options: Mapping[str, Any] = MappingProxyType({}),
         bucket_bytes: int | None = None,
+        verify_transfers: bool = False,
         offload: bool = False,
         recorder: Recorder | None = None,
     ) -> None:
@@ -72,7 +74,9 @@ class ActorWorker(PolicyWorker):
         generator = build(model, topology=context.topology, seed=context.seed, **rollout_options)
         self._train.reload()  # the engine looks at the weights
         bound: dict[str, Any] = {} if bucket_bytes is None else {"bucket_bytes": bucket_bytes}
-        self._engine = HybridEngine(self._train, generator, context.topology, **bound)
+        self._engine = HybridEngine(
+            self._train, generator, context.topology, verify_transfers=verify_transfers, **bound
+        )
         self._rest()
         # The dtype whose bounds apply to an engine with weights that cannot be read.
         self._dtype = self._coarser_dtype()
@@ -90,6 +94,7 @@ class ActorWorker(PolicyWorker):
             "rollout": rollout.backend,
             "rollout_options": {**rollout.options, **({"lora": setup.lora} if takes else {})},
             "bucket_bytes": rollout.bucket_bytes,
+            "verify_transfers": rollout.verify_transfers,
         }
 
     @register(

@@ -24,7 +24,13 @@ from hf_engine.backends.capabilities import (
 from hf_engine.hybrid_engine.in_place_transition import InPlaceTransition
 from hf_engine.hybrid_engine.sampler_check import SamplerCheck
 from hf_engine.hybrid_engine.streamed_transition import StreamedTransition
-from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory, WeightTransition
+from hf_engine.hybrid_engine.transitions import (
+    CheckedWeights,
+    Transition,
+    TransitionMemory,
+    WeightNeed,
+    WeightTransition,
+)
 from hf_engine.process_groups import build_groups, local_device, local_world_size
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, as_parts, check_bucket_bytes
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
@@ -64,6 +70,8 @@ class HybridEngine:
         training_weights: `"move"` as above, the default where dtypes are equal and the rollout backend exposes its
             weights; `"keep"` leaves both copies where they are, so that entering generation again without a change
             moves nothing; `"offload"` keeps them on the host during generation, the optimizer's state with them.
+        verify_transfers: every message of weights carries a digest, and bytes that differ are an error on all ranks.
+            Costs a pass over what is sent and received, and an agreement.
 
     Raises:
         BackendError: if the rollout backend neither exposes its weights nor loads shards, or has another topology; or
@@ -79,16 +87,21 @@ class HybridEngine:
         *,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         training_weights: Literal["move", "keep", "offload"] | None = None,
+        verify_transfers: bool = False,
     ) -> None:
         training_weights = _pair_adapters(train, rollout, training_weights)
-        plan = _agree_on_plan(train, rollout, topology, training_weights, bucket_bytes)
+        plan = _agree_on_plan(train, rollout, topology, training_weights, bucket_bytes, verify_transfers)
         self._train, self._rollout, self._plan = train, rollout, plan
         self._proof: SamplerCheck | None = None
         self._is_closed = self._is_current = self._is_generating = False
         self._group = _build_transfer_group(plan, topology)
         with ExitStack() as undo:
             undo.callback(self._end_group)
-            options: dict[str, Any] = {"group": self._group, "bucket_bytes": bucket_bytes}
+            options: dict[str, Any] = {
+                "group": self._group,
+                "bucket_bytes": bucket_bytes,
+                "verify_transfers": verify_transfers,
+            }
             self._way: WeightTransition
             if isinstance(rollout, SupportsWeightBuffers):
                 self._way = InPlaceTransition(train, rollout, plan, training_weights=training_weights, **options)
@@ -137,8 +150,8 @@ class HybridEngine:
 
         Raises:
             ReshardError: on all ranks, if the weights changed on some ranks only, tensors do not match, bytes differ
-                from those that were sent, or samples are not those of the training weights. The training weights are
-                intact then.
+                from those that were sent (`verify_transfers`), or samples are not those of the training weights. The
+                training weights are intact then.
             BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
@@ -158,21 +171,42 @@ class HybridEngine:
         start = time.perf_counter()
         held, changes = self._held, self._train.weight_changes
         has_changed = changes != held.changes
-        moves = self._way.agree(has_changed or not self._is_current)
         version = held.version + has_changed
+        checked, need = self._agree(version, self._way.find_need(is_stale=has_changed or not self._is_current))
         with ExitStack() as undo:
             undo.push(self._leave_after)
             self._is_current = False
-            moved = self._way.enter(version, moves=moves)
+            moved = self._way.enter(version, checked, need)
             undo.pop_all()
         self._last_transition = Transition(
             weight_version=version,
-            seconds=time.perf_counter() - start if moves else 0.0,
+            seconds=time.perf_counter() - start if need else 0.0,
             recv_bytes=moved.recv_bytes,
             fed_bytes=moved.fed_bytes,
         )
         self._held = _Held(version, changes)
         self._is_current = self._is_generating = True
+
+    def _agree(self, version: int, need: WeightNeed) -> tuple[CheckedWeights | None, WeightNeed]:
+        """This rank's weights, checked, and the most that any rank needs: the one agreement of an entry."""
+        if self._way.is_silent:
+            return self._way.check(), need
+        with together("no weights were moved", error=ReshardError) as agreement:
+            agreement.number = version
+            agreement.lowest = agreement.highest = need
+            checked = self._way.check() if need else None
+        if agreement.lowest == WeightNeed.NONE < agreement.highest:
+            raise ReshardError(
+                "the training weights of some ranks changed since the last transition, those of rank "
+                f"{dist.get_rank()} {'did' if need else 'did not'}. Call train_step and what loads weights on all "
+                "ranks alike"
+            )
+        if need and not agreement.is_alike:
+            raise ReshardError(
+                f"rank {dist.get_rank()} has weights of version {version}, and others have another; no weights were "
+                "moved. Change them as often on all ranks, and give all the same weight_version"
+            )
+        return checked, WeightNeed(agreement.highest)
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Leaves a block; an error of the block is never replaced by an error of moving the weights back."""
@@ -275,18 +309,20 @@ def _agree_on_plan(
     topology: Topology,
     training_weights: str | None,
     bucket_bytes: int,
+    verify_transfers: bool,
 ) -> ReshardPlan:
     """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
     with together("no plan was made") as agreement:
-        agreement.number = zlib.crc32(repr((training_weights, bucket_bytes)).encode())
+        _check.kind("verify_transfers", verify_transfers, bool, "True or False")
+        agreement.number = zlib.crc32(repr((training_weights, bucket_bytes, verify_transfers)).encode())
         plan = _plan_between(train, rollout, topology, training_weights)
         check_bucket_bytes(bucket_bytes, plan.target)
     if not agreement.is_alike:
         raise BackendError(
-            f"the ranks were given different training_weights or bucket_bytes; this one has {show(training_weights)} "
-            f"and {bucket_bytes}. Give all ranks the same"
+            f"the ranks were given different training_weights, bucket_bytes or verify_transfers; this one has "
+            f"{show(training_weights)}, {bucket_bytes} and {verify_transfers}. Give all ranks the same"
         )
-    lowest, highest = spread(plan.digest % HIGHEST, plan.digest % HIGHEST, None, local_device())
+    ((lowest, highest),) = spread([(plan.digest % HIGHEST, plan.digest % HIGHEST)], None, local_device())
     if lowest != highest:
         raise BackendError(
             "the ranks have different plans. Build their backends with the same model, topology and dtype, and set "

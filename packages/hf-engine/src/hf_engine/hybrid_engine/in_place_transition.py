@@ -6,10 +6,15 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch.distributed as dist
 
-from hf_engine.agreement import agree_on_moving
 from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.backends.capabilities import SupportsPadding, SupportsWeightAdoption, SupportsWeightBuffers
-from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
+from hf_engine.hybrid_engine.transitions import (
+    CheckedWeights,
+    MovedWeights,
+    TransitionMemory,
+    WeightNeed,
+    WeightTransition,
+)
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.execute import ReshardExecutor, as_parts
 from hf_engine.resharding.moving import ShardMover
@@ -36,6 +41,7 @@ class InPlaceTransition(WeightTransition):
         group: the ranks that send to each other, as in `ReshardExecutor`.
         bucket_bytes: bound on the communication buffers.
         training_weights: as in `HybridEngine`.
+        verify_transfers: as in `ReshardExecutor`.
     """
 
     def __init__(
@@ -47,10 +53,18 @@ class InPlaceTransition(WeightTransition):
         group: dist.ProcessGroup | None,
         bucket_bytes: int,
         training_weights: Literal["move", "keep", "offload"] | None,
+        verify_transfers: bool,
     ) -> None:
         super().__init__(train, rollout, plan, offloads=training_weights == "offload")
         self._writable = rollout
-        self._executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=local_device())
+        self._executor = ReshardExecutor(
+            plan,
+            group=group,
+            bucket_bytes=bucket_bytes,
+            device=local_device(),
+            verify_transfers=verify_transfers,
+        )
+        self._is_local = not plan.messages
         self._mover: ShardMover | None = None
         if training_weights == "move" or (training_weights is None and plan.source.dtype == plan.target.dtype):
             weights, buffers = as_parts(train.local_weights()), as_parts(rollout.weight_buffers())
@@ -59,17 +73,22 @@ class InPlaceTransition(WeightTransition):
             self._mover = ShardMover(plan, dist.get_rank(), weights, buffers, adopt=adopt, padding=padding)
             rollout.release()
 
-    def agree(self, is_stale: bool) -> bool:
-        if self._mover is not None:  # nothing stays in generation
-            return True
-        agree_on_moving(is_stale, None, local_device())
-        return is_stale
+    @property
+    def is_silent(self) -> bool:
+        return self._mover is not None and self._is_local
 
-    def enter(self, version: int, *, moves: bool) -> MovedWeights:
+    def find_need(self, *, is_stale: bool) -> WeightNeed:
+        # Moved weights do not stay in generation.
+        return WeightNeed.ALL if is_stale or self._mover is not None else WeightNeed.NONE
+
+    def check(self) -> CheckedWeights:
+        weights, buffers = self._train.local_weights(), self._writable.weight_buffers()
+        return CheckedWeights(*self._executor.check(weights, buffers, are_filled=self._mover is None))
+
+    def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         moved = MovedWeights()
-        if moves:
-            weights, buffers = self._train.local_weights(), self._writable.weight_buffers()
-            received = self._executor.run(weights, buffers, version=version, mover=self._mover).recv_bytes
+        if checked is not None:
+            received = self._executor.exchange(*checked, version=version, mover=self._mover).recv_bytes
             self._commit(version)
             moved = MovedWeights(received)
         if self._offloads:

@@ -9,13 +9,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import agree_on_moving
 from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.backends.capabilities import SupportsAdapters, SupportsAdapterUpdates, SupportsShardLoading
-from hf_engine.hybrid_engine.transitions import MovedWeights, TransitionMemory, WeightTransition
+from hf_engine.hybrid_engine.transitions import (
+    CheckedWeights,
+    MovedWeights,
+    TransitionMemory,
+    WeightNeed,
+    WeightTransition,
+)
 from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.execute import Weights
+from hf_engine.resharding.execute import Parts
 from hf_engine.resharding.streaming import ShardStream
 
 if TYPE_CHECKING:
@@ -38,6 +43,7 @@ class StreamedTransition(WeightTransition):
         group: the ranks that send to each other, as in `ReshardExecutor`.
         bucket_bytes: bound on the communication buffers, and on the shards that are on their way at once.
         offloads: the training weights wait on the host during generation.
+        verify_transfers: as in `ReshardExecutor`.
     """
 
     def __init__(
@@ -49,10 +55,16 @@ class StreamedTransition(WeightTransition):
         group: dist.ProcessGroup | None,
         bucket_bytes: int,
         offloads: bool,
+        verify_transfers: bool,
     ) -> None:
         super().__init__(train, rollout, plan, offloads=offloads)
         self._loading = rollout
-        options: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "device": local_device()}
+        options: dict[str, Any] = {
+            "group": group,
+            "bucket_bytes": bucket_bytes,
+            "device": local_device(),
+            "verify_transfers": verify_transfers,
+        }
         self._stream = ShardStream(plan, **options)
         self._adapters: tuple[SupportsAdapterUpdates, ShardStream] | None = None
         self._names = [name for name in plan.target.shapes if is_adapter_name(name)]
@@ -60,23 +72,25 @@ class StreamedTransition(WeightTransition):
             self._adapters = rollout, ShardStream(plan.select(self._names), **options)
         self._base: int | None = None
         """Loads of the training backend's base when the engine got it; None where the engine's is not known."""
-        self._is_whole = True
         self._fed_bytes = 0
         self._engine_bytes, self._loading_bytes = rollout.engine_bytes, rollout.staging_bytes
         self._released_bytes = rollout.release()
 
-    def agree(self, is_stale: bool) -> bool:
+    def find_need(self, *, is_stale: bool) -> WeightNeed:
+        if not is_stale:
+            return WeightNeed.NONE
         needs_base = self._adapters is None or self._base is None or self._base != self._base_changes
-        self._is_whole = agree_on_moving(is_stale, None, local_device(), whole=needs_base)
-        return is_stale
+        return WeightNeed.ALL if needs_base else WeightNeed.ADAPTERS
 
-    def enter(self, version: int, *, moves: bool) -> MovedWeights:
+    def check(self) -> CheckedWeights:
+        return CheckedWeights(self._stream.check(self._train.local_weights()), {})
+
+    def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         moved = MovedWeights()
         with ExitStack() as undo:
             undo.callback(self._forget)
-            if moves:
-                weights = self._train.local_weights()
-                received = self._feed(weights, version)
+            if checked is not None:
+                received = self._feed(checked.source, version, need)
                 self._commit(version)
                 self._base = self._base_changes
                 moved = MovedWeights(received, self._fed_bytes)
@@ -113,16 +127,15 @@ class StreamedTransition(WeightTransition):
             staging_bytes=sum(stream.staging_bytes for stream in streams) + self._loading_bytes,
         )
 
-    def _feed(self, weights: Weights, version: int) -> int:
-        """Sends this rank's weights and feeds the engine; see `ShardStream.run`. Returns the bytes received."""
+    def _feed(self, weights: Parts, version: int, need: WeightNeed) -> int:
+        """Sends this rank's weights and feeds the engine; see `ShardStream.exchange`. Returns the bytes received."""
         self._fed_bytes, self._base = 0, None
-        if self._is_whole or self._adapters is None:
+        if need == WeightNeed.ALL or self._adapters is None:
             self._loading.begin_weights()
-            return self._stream.run(weights, self._load, version=version)
+            return self._stream.exchange(weights, self._load, version=version)
         engine, stream = self._adapters
         engine.begin_adapters()
-        sent = {name: weights[name] for name in self._names if name in weights}
-        return stream.run(sent, self._load, version=version)
+        return stream.exchange(weights, self._load, version=version)
 
     def _load(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._fed_bytes += sum(part.nbytes for parts in shards.values() for part in parts)

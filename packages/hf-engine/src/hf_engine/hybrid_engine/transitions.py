@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal, NamedTuple
 
 import torch
@@ -11,9 +12,10 @@ import torch
 from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.backends.capabilities import SupportsBufferLoading, SupportsBuffers
 from hf_engine.process_groups import wait_for_device
+from hf_engine.resharding.execute import Parts
 from hf_engine.resharding.plan import ReshardPlan
 
-__all__ = ["MovedWeights", "Transition", "TransitionMemory", "WeightTransition"]
+__all__ = ["CheckedWeights", "MovedWeights", "Transition", "TransitionMemory", "WeightNeed", "WeightTransition"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,23 @@ class MovedWeights(NamedTuple):
     """Bytes handed to an engine that keeps its weights itself."""
 
 
+class WeightNeed(IntEnum):
+    """The weights that a rank's rollout backend lacks."""
+
+    NONE = 0
+    ADAPTERS = 1
+    ALL = 2
+
+
+class CheckedWeights(NamedTuple):
+    """Tensors of one rank that match its layouts."""
+
+    source: Parts
+    """Of the training backend."""
+    target: Parts
+    """Of the rollout backend; empty if it keeps its weights itself."""
+
+
 class WeightTransition(ABC):
     """Brings training weights into a rollout backend and gives the memory back, without knowledge of versions.
 
@@ -81,26 +100,37 @@ class WeightTransition(ABC):
         self._train, self._rollout, self._plan = train, rollout, plan
         self._offloads = offloads
 
+    @property
+    def is_silent(self) -> bool:
+        """True if ranks need not agree before an `enter`: it always moves weights, and sends none to other ranks."""
+        return False
+
     @abstractmethod
-    def agree(self, is_stale: bool) -> bool:
-        """Returns whether weights move in the next `enter`. Collective where not all ranks move anyway.
+    def find_need(self, *, is_stale: bool) -> WeightNeed:
+        """Returns the weights that the next `enter` has to move.
 
         Args:
             is_stale: the training weights are not those that generation had last.
-
-        Raises:
-            ReshardError: on all ranks, if the weights of some are stale.
         """
 
     @abstractmethod
-    def enter(self, version: int, *, moves: bool) -> MovedWeights:
+    def check(self) -> CheckedWeights:
+        """Returns the weights to be moved. Not collective.
+
+        Raises:
+            HybridFlowError: for tensors that do not match the plan.
+        """
+
+    @abstractmethod
+    def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         """Leaves the rollout backend ready to generate from the training weights. Collective where they move.
 
         After an error the weights of the rollout backend are unknown: call `leave`, and move the weights next time.
 
         Args:
             version: of the weights.
-            moves: as `agree` said; else what the rollout backend has is current.
+            checked: of `check`; None where nothing moves: what the rollout backend has is current.
+            need: the most that any rank needs. All ranks agreed on it.
         """
 
     @abstractmethod

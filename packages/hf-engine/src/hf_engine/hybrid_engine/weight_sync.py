@@ -6,19 +6,22 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import together
+from hf_engine.agreement import Agreement, together
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
+    Parts,
     ReshardExecutor,
     Transfer,
     Weights,
     check_bucket_bytes,
     check_version,
+    note_version,
+    require_one_version,
 )
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
@@ -51,6 +54,7 @@ class WeightSync:
         device: where these live.
         buffers: the live persistent buffers of this rank's model, whole, such as those of a backend that
             `SupportsBuffers`. Those of the first source rank come with the weights, each in its own dtype.
+        verify_transfers: as in `ReshardExecutor`.
 
     Raises:
         ReshardError: on every rank, if a side has no ranks or other ranks than its layout, or if any rank was given an
@@ -67,24 +71,26 @@ class WeightSync:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
         buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        verify_transfers: bool = False,
     ) -> None:
         self._side = side
         self._version = -1
         self._buffers, self._group, self._device = dict(buffers), group, device
         members, _ = find_members(group, None)
-        sides, machines = _agreed_sides(side, layout, bucket_bytes, device, group, buffers)
+        options = {"bucket_bytes": bucket_bytes, "verify_transfers": verify_transfers}
+        sides, machines = _agreed_sides(side, layout, options, device, group, buffers)
         self._first_source = sides.index("source") if "source" in sides else 0
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
             for name in ("source", "target")
         )
         given = source if side == "source" else target
-        with self._agreed():
+        with self._together():
             if not _is_same(layout, given):
                 raise ReshardError(f"its layout is not that of the first {side} rank")
         self._plan = plan_reshard(source, target, near=[machines])
         self._executor = ReshardExecutor(
-            self._plan, group=group, ranks=range(len(members)), bucket_bytes=bucket_bytes, device=device
+            self._plan, group=group, ranks=range(len(members)), device=device, **cast("Any", options)
         )
 
     @property
@@ -103,16 +109,15 @@ class WeightSync:
             ReshardError: on all ranks of the group, for the target side, for tensors that do not match, or a version
                 that does not go up.
         """
-        with self._agreed():
+        with self._together() as agreement:
             self._check("source", "send", version)
             if version is None:
                 raise ReshardError(
                     "send(version=None): the source side names the version. Use a whole number of at least 0"
                 )
-        self._bring_buffers()
-        transfer = self._executor.run(weights, {}, version=version)
-        self._version = version
-        return transfer
+            note_version(agreement, version)
+            parts = self._executor.check(weights, {})
+        return self._exchange(parts, agreement)
 
     def receive(self, buffers: Weights, *, version: int | None = None) -> int:
         """Receives weights into this rank's tensors, if it has any; returns the version that the source's ranks sent.
@@ -123,18 +128,26 @@ class WeightSync:
                 that of the last transfer.
 
         Raises:
-            ReshardError: on the source side, for tensors that do not match, damaged bytes, senders of different
-                versions or of one that is not expected, or a layout under which nobody receives anything. The buffers
-                are not complete then: do not commit them.
+            ReshardError: on the source side, for tensors that do not match, damaged bytes (`verify_transfers`), senders
+                of different versions or of one that is not expected, or a layout under which nobody receives anything.
+                The buffers are not complete then: do not commit them.
         """
-        with self._agreed():
+        with self._together() as agreement:
             self._check("target", "receive", version)
-        self._bring_buffers()
-        transfer = self._executor.run({}, buffers, version=version)
-        if transfer.version is None or not self._plan.transfers:
+            note_version(agreement, version)
+            parts = self._executor.check({}, buffers)
+        self._exchange(parts, agreement)
+        if not self._plan.transfers:
             raise ReshardError("no weights were sent: no rank of the target side holds a box in its layout")
-        self._version = transfer.version
         return self._version
+
+    def _exchange(self, parts: tuple[Parts, Parts], agreement: Agreement) -> Transfer:
+        """Moves buffers and weights of the version that all ranks agreed on."""
+        (version,) = require_one_version(agreement)
+        self._bring_buffers()
+        transfer = self._executor.exchange(*parts, version=version)
+        self._version = version
+        return transfer
 
     @torch.no_grad()
     def _bring_buffers(self) -> None:
@@ -145,7 +158,7 @@ class WeightSync:
             if self._side == "target":
                 buffer.copy_(sent)
 
-    def _agreed(self) -> AbstractContextManager[object]:
+    def _together(self) -> AbstractContextManager[Agreement]:
         """A block of checks that either all ranks of both sides pass or none."""
         members = range(dist.get_world_size(self._group))
         return together("no weights were moved", self._group, error=ReshardError, device=self._device, ranks=members)
@@ -162,7 +175,7 @@ class WeightSync:
 def _agreed_sides(
     side: str,
     layout: WeightLayout,
-    bucket_bytes: int,
+    options: Mapping[str, int],
     device: torch.device | str,
     group: dist.ProcessGroup | None,
     buffers: Mapping[str, torch.Tensor],
@@ -173,17 +186,19 @@ def _agreed_sides(
         if side not in ("source", "target"):
             raise ReshardError(f'side={show(side)}. Use "source" or "target"')
         _check.kind("layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
-        check_bucket_bytes(bucket_bytes, layout)
+        check_bucket_bytes(options["bucket_bytes"], layout)
+        _check.kind("verify_transfers", options["verify_transfers"], bool, "True or False")
         check_device(device)
     except ReshardError as error:
         mistake = str(error)
     told: list[Any] = [None] * dist.get_world_size(group)
     held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
-    dist.all_gather_object(told, (side, bucket_bytes, mistake, socket.gethostname(), held), group=group)
+    dist.all_gather_object(told, (side, options, mistake, socket.gethostname(), held), group=group)
     if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _, _) in enumerate(told) if mistake]:
         raise ReshardError("; ".join(mistakes))
-    if len(sizes := {size for _, size, _, _, _ in told}) > 1:
-        raise ReshardError(f"the ranks were given bucket_bytes of {sorted(sizes)}. Give all the same")
+    for name in options:
+        if len(values := {given[name] for _, given, _, _, _ in told}) > 1:
+            raise ReshardError(f"the ranks were given {name} of {sorted(values)}. Give all the same")
     _check_buffers([each for *_, each in told])
     machines: dict[str, list[int]] = {}
     for rank, (_, _, _, machine, _) in enumerate(told):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import HIGHEST, spread, together
+from hf_engine.agreement import HIGHEST, Agreement, spread, together
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
@@ -25,6 +25,7 @@ from hf_protocols.validation import Checks
 __all__ = [
     "DEFAULT_BUCKET_BYTES",
     "Buffers",
+    "Parts",
     "ReshardExecutor",
     "Transfer",
     "Weights",
@@ -32,6 +33,8 @@ __all__ = [
     "check_bucket_bytes",
     "check_version",
     "execute_reshard",
+    "note_version",
+    "require_one_version",
 ]
 
 _check = Checks(ReshardError)
@@ -42,11 +45,14 @@ DEFAULT_BUCKET_BYTES = 64 << 20
 Weights = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """A rank's tensors by Hugging Face name: one tensor per box of its layout, a bare tensor where there is one box."""
 
+Parts = dict[str, list[torch.Tensor]]
+"""The same with a list for every name."""
+
 Buffers = list[list[torch.Tensor]]
 """Communication buffers: for each of two rounds in flight one that goes out and one that comes in."""
 
 _UNKNOWN = -1
-"""In the place of a version: this rank was not told one."""
+"""In the place of a version: no rank named one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +62,7 @@ class Transfer:
     recv_bytes: int
     """Bytes of weights received from other ranks: the plan's figure."""
     checksum_bytes: int
-    """Bytes of digests and versions that came with them."""
+    """Bytes of checksums that came with them."""
     version: int | None
     """Version of the weights, also on ranks that received nothing; None if no rank named a version."""
 
@@ -64,8 +70,8 @@ class Transfer:
 class ReshardExecutor:
     """Runs one plan again and again: rounds are computed once, buffers are allocated once.
 
-    While one round is on its way the one before is copied into place. Every message carries a digest of its bytes and
-    the version of the weights.
+    While one round is on its way the one before is copied into place. Every message says what it is a copy of, and of
+    which version of the weights.
 
     Args:
         plan: from `plan_reshard`; the same on every rank.
@@ -76,6 +82,8 @@ class ReshardExecutor:
             checksum.
         device: where the communication buffers live; the tensors themselves may live elsewhere.
         buffers: taken from executors that never run at the same time, and enlarged where they are too small.
+        verify_transfers: every message carries a digest of its bytes. Where one differs from what arrived, all ranks
+            refuse the weights. Costs a pass over what is sent and received, and an agreement at the end.
 
     Raises:
         ReshardError: if this rank is not in the group, or would exchange bytes with a rank outside of it, or for
@@ -91,12 +99,15 @@ class ReshardExecutor:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
         buffers: Buffers | None = None,
+        verify_transfers: bool = False,
     ) -> None:
         _check.kind("plan", plan, ReshardPlan, "a ReshardPlan, of plan_reshard(source, target)")
         item_bytes = plan.target.element_bytes
         check_bucket_bytes(bucket_bytes, plan.target)
         check_device(device)
+        _check.kind("verify_transfers", verify_transfers, bool, "True or False")
         self._plan = plan
+        self._verifies = verify_transfers
         self._group = group
         self._members, self._rank = find_members(group, ranks)
         self._check_peers()
@@ -111,7 +122,7 @@ class ReshardExecutor:
         self._dtype = getattr(torch, plan.target.dtype)
         self._device = device
         self._bucket_bytes = bucket_bytes
-        self._fingerprint = zlib.crc32(str(bucket_bytes).encode(), plan.digest)
+        self._fingerprint = zlib.crc32(repr((bucket_bytes, verify_transfers)).encode(), plan.digest)
         self._is_agreed = False
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
         self._buffers = [] if buffers is None else buffers
@@ -121,11 +132,6 @@ class ReshardExecutor:
     def buffer_bytes(self) -> int:
         """Bytes of the communication buffers, kept from step to step."""
         return sum(buffer.nbytes for slot in self._buffers for buffer in slot)
-
-    @property
-    def is_silent(self) -> bool:
-        """True if `run` and `agree` send nothing to other ranks: no weights move, and all ranks agreed on the plan."""
-        return self._is_agreed and not self._steps
 
     def peak_bytes(self, mover: ShardMover) -> int:
         """The most bytes of training and generation weights that are live at once where `mover` moves them."""
@@ -146,29 +152,62 @@ class ReshardExecutor:
         Args:
             source: this rank's tensors in the source layout; read only, unless a mover empties them.
             target: this rank's tensors in the target layout; written in place, cast where dtypes differ.
-            version: of the source's weights, at least 0 and below 2^31 - 1. What arrives with another one is refused;
-                None, for a rank that only receives, takes the senders' if they agree.
+            version: of the source's weights, at least 0 and below 2^31 - 1, the same on all ranks that know it. None,
+                for a rank that only receives, takes the others'.
             mover: moves this rank's training shard into the target instead of copying it; built on these tensors.
 
         Raises:
-            ReshardError: on every rank: before anything moves, for an invalid version or tensors that do not match the
-                layout; afterwards, for bytes that differ from those that were sent, or weights of another version.
+            ReshardError: on every rank, before anything moves: for an invalid version, different ones, or tensors that
+                do not match the layout. Afterwards as `exchange`.
         """
-        with self.agreed():
-            check_version(version)
-            check_weights(self._plan.source, self._rank, source, "source")
-            check_weights(self._plan.target, self._rank, target, "target")
-            sources, targets = as_parts(source), as_parts(target)
-            check_readable(sources, f"the source tensors of rank {self._rank}")
-            check_writable(targets, f"the target tensors of rank {self._rank}", are_filled=mover is None)
-        checksums = Checksums()
+        with self._agreed(version) as versions:
+            parts = self.check(source, target, are_filled=mover is None)
+            if mover is not None and not mover.is_built_on(*parts):
+                raise ReshardError(f"the mover of rank {self._rank} was built on other tensors. Build one on these")
+        return self.exchange(*parts, version=next(iter(versions), None), mover=mover)
+
+    def check(self, source: Weights, target: Weights, *, are_filled: bool = True) -> tuple[Parts, Parts]:
+        """Returns this rank's tensors as `exchange` takes them. Not collective.
+
+        Args:
+            source: see `run`.
+            target: see `run`.
+            are_filled: target tensors have their memory already.
+
+        Raises:
+            ReshardError: for tensors that do not match the layouts, or that cannot be used.
+        """
+        check_weights(self._plan.source, self._rank, source, "source")
+        check_weights(self._plan.target, self._rank, target, "target")
+        sources, targets = as_parts(source), as_parts(target)
+        check_readable(sources, f"the source tensors of rank {self._rank}")
+        check_writable(targets, f"the target tensors of rank {self._rank}", are_filled=are_filled)
+        return sources, targets
+
+    @torch.no_grad()
+    def exchange(
+        self, sources: Parts, targets: Parts, *, version: int | None, mover: ShardMover | None = None
+    ) -> Transfer:
+        """Does what `run` does, of checked tensors: all ranks agreed already that all of them do, and on the version.
+
+        Args:
+            sources: of `check`.
+            targets: of `check`.
+            version: of the weights, the same on all ranks.
+            mover: see `run`.
+
+        Raises:
+            ReshardError: if a message is another one than was expected. With `verify_transfers` on every rank, and for
+                bytes that differ from those that were sent, too.
+        """
+        checksums = Checksums(_UNKNOWN if version is None else version, verifies=self._verifies)
         if mover is None:
             held, wanted = RegionViews(sources), RegionViews(targets)
         else:
             held, wanted = mover.held, mover.wanted
-        self._exchange(held, wanted, checksums, _UNKNOWN if version is None else version, mover)
+        self._exchange(held, wanted, checksums, mover)
         if self._steps:
-            version = self._check_checksums(checksums.versions(), checksums.damaged(), version)
+            self._refuse_damage([self._members[peer] for peer in checksums.damaged()])
         return Transfer(
             recv_bytes=sum(step.payload_bytes for step in self._steps),
             checksum_bytes=checksums.count * CHECKSUM_BYTES,
@@ -176,32 +215,38 @@ class ReshardExecutor:
         )
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def _agreed(self, version: int | None) -> Iterator[list[int]]:
         """A block of checks that either all ranks of the group pass or none. Collective at its end.
 
         Once all ranks know that they have the same plan, and if this plan moves no weights, no rank waits for another.
 
+        Yields:
+            A list with the version of all ranks after the block; empty if no rank named one.
+
         Raises:
             ReshardError: naming the ranks that refused, and why. And on all for executors of different plans or
-                bucket_bytes.
+                options, or different versions.
         """
-        if self.is_silent:
-            yield
+        versions: list[int] = []
+        if self._is_agreed and not self._steps:
+            check_version(version)
+            yield versions
+            versions += [] if version is None else [version]
             return
         options: dict[str, Any] = {"error": ReshardError, "device": self._device, "ranks": self._members}
         with together("no weights were moved", self._group, **options) as agreement:
             agreement.number = self._fingerprint
-            yield
+            note_version(agreement, version)
+            yield versions
         if not agreement.is_alike:
             raise ReshardError(
-                f"the ranks were given different plans or bucket_bytes; rank {self._rank} has bucket_bytes="
-                f"{self._bucket_bytes} and {len(self._steps)} rounds. Give all the same"
+                f"the ranks were given different plans, bucket_bytes or verify_transfers; rank {self._rank} has "
+                f"bucket_bytes={self._bucket_bytes} and {len(self._steps)} rounds. Give all the same"
             )
         self._is_agreed = True
+        versions += require_one_version(agreement)
 
-    def _exchange(
-        self, held: RegionViews, wanted: RegionViews, checksums: Checksums, version: int, mover: ShardMover | None
-    ) -> None:
+    def _exchange(self, held: RegionViews, wanted: RegionViews, checksums: Checksums, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
         pending: tuple[Step, torch.Tensor, list[dist.Work]] | None = None
         if mover is None:
@@ -217,7 +262,7 @@ class ReshardExecutor:
             outgoing, incoming = self._buffers[index % 2]
             if mover is not None:
                 mover.prepare(self._first[index])
-            step.pack(held, outgoing, self._dtype, version)
+            step.pack(held, outgoing, self._dtype, checksums)
             if mover is not None:
                 mover.empty(self._last[index])
             works = step.start(outgoing, incoming, self._group)
@@ -253,37 +298,18 @@ class ReshardExecutor:
             [[name for name in names if last.get(name, steps[-1]) == index] for index in steps],
         )
 
-    def _check_checksums(self, sent: Mapping[int, int], damages: Iterable[int], version: int | None) -> int | None:
-        """Refuses on every rank of the group what any of them must refuse, so that none goes on alone.
-
-        Returns:
-            The version of all ranks.
-        """
-        versions = {self._members[peer]: found for peer, found in sent.items()}
-        expected = version if version is not None else next(iter(versions.values()), _UNKNOWN)
-        damaged = [self._members[peer] for peer in damages]
-        wrong = {rank: found for rank, found in versions.items() if found != expected}
-        verdict = HIGHEST if damaged or wrong else expected
-        # An unknown version is neither the lowest nor the highest unless all are.
-        lowest, highest = spread(HIGHEST if verdict == _UNKNOWN else verdict, verdict, self._group, self._device)
-        if damaged:
+    def _refuse_damage(self, ranks: Sequence[int]) -> None:
+        """Refuses what came from these ranks; with `verify_transfers` on all ranks, so that none goes on alone."""
+        highest = len(ranks)
+        if self._verifies:
+            ((_, highest),) = spread([(0, highest)], self._group, self._device)
+        if ranks:
             raise ReshardError(
-                f"rank {self._rank} received other bytes than the ranks {damaged} sent: the digests differ; "
+                f"rank {self._rank} received something else than the ranks {list(ranks)} sent: the checksums differ; "
                 "the weights are not complete"
             )
-        if wrong:
-            raise ReshardError(
-                f"rank {self._rank} expected weights of version {expected} and received {wrong} (version by sender): "
-                "all ranks must send after the same number of changes"
-            )
-        if highest == HIGHEST:
+        if highest:
             raise ReshardError(f"another rank refused what it received; rank {self._rank} received what was sent")
-        if lowest < highest:
-            raise ReshardError(
-                f"weights of versions {lowest} to {highest} were sent: "
-                "all ranks must send after the same number of changes"
-            )
-        return None if highest == _UNKNOWN else highest
 
     def _check_peers(self) -> None:
         reached = {
@@ -341,7 +367,32 @@ def check_version(version: int | None) -> None:
             raise ReshardError(f"version={version} must be below {HIGHEST}. Count the changes of the weights")
 
 
-def as_parts(weights: Weights) -> dict[str, list[torch.Tensor]]:
+def note_version(agreement: Agreement, version: int | None) -> None:
+    """Takes this rank's version of the weights into an agreement; None: another rank names it.
+
+    Raises:
+        ReshardError: for what is not a version.
+    """
+    check_version(version)
+    if version is not None:
+        agreement.lowest = agreement.highest = version
+
+
+def require_one_version(agreement: Agreement) -> list[int]:
+    """The version that an agreement found, if a rank named one.
+
+    Raises:
+        ReshardError: on every rank, if they have different ones.
+    """
+    if agreement.lowest < agreement.highest:
+        raise ReshardError(
+            f"the ranks have weights of versions {agreement.lowest} to {agreement.highest}; no weights were moved. "
+            "Change them as often on all ranks, and name one version"
+        )
+    return [agreement.highest] if agreement.highest >= 0 else []
+
+
+def as_parts(weights: Weights) -> Parts:
     """The same tensors with every name's in a list."""
     return {name: _as_list(tensors) for name, tensors in weights.items()}
 

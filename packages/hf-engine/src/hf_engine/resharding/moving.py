@@ -187,6 +187,11 @@ class ShardMover:
             self._emptied.add(key)
             storage.resize_(0)
 
+    def is_built_on(self, train: _Tensors, generation: _Tensors) -> bool:
+        """Returns True if these are the tensors that it moves, or other views of their memory."""
+        pairs = ((train, self._train), (generation, self._generation))
+        return all(_list_storages(given) == _list_storages(own) for given, own in pairs)
+
     @property
     def has_moved(self) -> bool:
         """Returns True if an engine has the only copy of some training weights."""
@@ -281,6 +286,10 @@ class ShardMover:
         if not all(view.is_contiguous() for view in views) or any(gap.stop < gap.start for gap in gaps):
             return [slice(0, size)]
         return [gap for gap in gaps if gap.stop > gap.start]
+
+
+def _list_storages(tensors: _Tensors) -> dict[str, list[int]]:
+    return {name: [part.untyped_storage()._cdata for part in parts] for name, parts in tensors.items()}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -1,7 +1,7 @@
 """The rounds of a plan as one rank runs them: which regions are packed where, and the collective in between.
 
-Every message ends in a checksum of 16 bytes: the digest of its bytes, of what they are a copy of and of the version of
-the weights; and that version.
+Every message ends in a checksum of eight bytes. It says what the bytes before it are a copy of, and of which version of
+the weights; where transfers are verified it is a digest of these bytes, too.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ __all__ = [
     "locate",
 ]
 
-CHECKSUM_BYTES = 16
-"""Bytes of a message's checksum: digest and version, 64 bits each."""
+CHECKSUM_BYTES = 8
+"""Bytes of a message's checksum."""
 
 _Boxes = Mapping[str, tuple[Box, ...]]
 _Tensors = Mapping[str, Sequence[torch.Tensor]]
@@ -95,9 +95,11 @@ class _Span(NamedTuple):
     def end(self) -> int:
         return self.checksum + CHECKSUM_BYTES
 
-    def digest(self, buffer: torch.Tensor, version: torch.Tensor | int) -> torch.Tensor:
-        """Digest of the message in `buffer`: the same bytes at another place, or of another version, have another."""
-        return digest_words(buffer[self.start : self.stop]) + self.identity + 31 * version
+    def compute_checksum(self, buffer: torch.Tensor, version: int, *, verifies: bool) -> torch.Tensor:
+        """Checksum [1] of the message in `buffer`: other boxes, and another version, have another."""
+        number = _wrap(self.identity + 31 * version)
+        expected = torch.full((1,), number, dtype=torch.int64, device=buffer.device)
+        return expected + digest_words(buffer[self.start : self.stop]) if verifies else expected
 
 
 class _Piece(NamedTuple):
@@ -135,21 +137,32 @@ class _Pieces:
 
 
 class Checksums:
-    """Compares what arrived with what was sent, all at once at the end, so that no device waits in between."""
+    """Compares what arrived with what was sent, all at once at the end, so that no device waits in between.
 
-    def __init__(self) -> None:
+    Args:
+        version: of the weights, the same on all ranks.
+        verifies: whether checksums are digests of the bytes, too.
+    """
+
+    def __init__(self, version: int, *, verifies: bool) -> None:
+        self._version, self._verifies = version, verifies
         self._received: list[torch.Tensor] = []
         self._found: list[torch.Tensor] = []
         self._peers: list[int] = []
 
+    def write(self, outgoing: torch.Tensor, span: _Span) -> None:
+        """Ends a message in its checksum."""
+        checksum = span.compute_checksum(outgoing, self._version, verifies=self._verifies)
+        outgoing[span.checksum : span.end].view(torch.int64).copy_(checksum)
+
     def add(self, incoming: torch.Tensor, span: _Span) -> None:
-        """Notes the checksum of a message and the digest of the bytes that came with it, and clears it.
+        """Notes the checksum of a message and that of what came with it, and clears it.
 
         Buffers are used again: should the next message not arrive, this one must not pass for it.
         """
         checksum = incoming[span.checksum : span.end].view(torch.int64)
         self._received.append(checksum.clone())
-        self._found.append(span.digest(incoming, self._received[-1][1]))
+        self._found.append(span.compute_checksum(incoming, self._version, verifies=self._verifies))
         self._peers.append(span.peers[0])
         checksum.zero_()
 
@@ -159,17 +172,11 @@ class Checksums:
         return len(self._peers)
 
     def damaged(self) -> list[int]:
-        """Peers (positions in the group) whose bytes differ from those that they sent."""
+        """Peers (positions in the group) of whose messages a checksum differs."""
         if not self._peers:
             return []
-        differ = torch.stack(self._received)[:, 0] != torch.stack(self._found)
+        differ = torch.cat(self._received) != torch.cat(self._found)
         return sorted({peer for peer, wrong in zip(self._peers, differ.tolist(), strict=True) if wrong})
-
-    def versions(self) -> dict[int, int]:
-        """Version of the weights by peer."""
-        if not self._peers:
-            return {}
-        return dict(zip(self._peers, torch.stack(self._received)[:, 1].tolist(), strict=True))
 
 
 class Step:
@@ -212,14 +219,12 @@ class Step:
         """Target parameters that this step writes."""
         return self._unpacked.names
 
-    def pack(self, held: RegionViews, outgoing: torch.Tensor, dtype: torch.dtype, version: int) -> None:
+    def pack(self, held: RegionViews, outgoing: torch.Tensor, dtype: torch.dtype, checksums: Checksums) -> None:
         """Copies this rank's pieces into the buffer, cast to `dtype`, and checksums every message."""
         for place, view in self._packed.pair(outgoing, dtype, held):
             place.copy_(view)
         for span in self._outgoing:
-            checksum = outgoing[span.checksum : span.end].view(torch.int64)
-            checksum[0] = span.digest(outgoing, version)
-            checksum[1] = version
+            checksums.write(outgoing, span)
 
     def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
         """Starts the communication; the buffers must not be touched until `finish`."""
@@ -318,6 +323,11 @@ def _lay_out(
 def _span(peers: tuple[int, ...], start: int, num_bytes: int, content: Iterable[tuple[str, Box]]) -> _Span:
     """Payloads start, and checksums lie, at multiples of eight bytes."""
     return _Span(peers, start, start + num_bytes, start + -(-num_bytes // 8) * 8, _identify(content))
+
+
+def _wrap(number: int) -> int:
+    """A number of 64 bits with a sign, as torch adds them."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _identify(content: Iterable[tuple[str, Box]]) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, ReshardExecutor, Weights
+from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, Parts, ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import find_members
 from hf_engine.resharding.plan import ReshardPlan
-from hf_engine.resharding.tensor_checks import check_weights
+from hf_engine.resharding.tensor_checks import check_readable, check_weights
 
 __all__ = ["ShardStream", "group_parameters"]
 
@@ -42,6 +43,7 @@ class ShardStream:
         group: as in `ReshardExecutor`.
         bucket_bytes: bound on the communication buffers, and on a group's tensors beyond one parameter.
         device: where both live.
+        verify_transfers: as in `ReshardExecutor`.
     """
 
     def __init__(
@@ -51,15 +53,16 @@ class ShardStream:
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         device: torch.device | str = "cpu",
+        verify_transfers: bool = False,
     ) -> None:
         self._plan = plan
         self._device = device
         self._dtype = getattr(torch, plan.target.dtype)
         self._groups = group_parameters(plan.target, bucket_bytes)
         buffers: Buffers = []
+        options: dict[str, Any] = {"group": group, "bucket_bytes": bucket_bytes, "device": device, "buffers": buffers}
         self._executors = [
-            ReshardExecutor(plan.select(names), group=group, bucket_bytes=bucket_bytes, device=device, buffers=buffers)
-            for names in self._groups
+            ReshardExecutor(plan.select(names), verify_transfers=verify_transfers, **options) for names in self._groups
         ]
         _, self._rank = find_members(group, None)
 
@@ -70,17 +73,29 @@ class ShardStream:
         sizes = [sum(box.numel for name in names for box in held.get(name, ())) for names in self._groups]
         return self._executors[0].buffer_bytes + max(sizes) * self._plan.target.element_bytes
 
-    def run(
-        self,
-        source: Weights,
-        take: Callable[[Mapping[str, Sequence[torch.Tensor]]], None],
-        *,
-        version: int,
+    def check(self, source: Weights) -> Parts:
+        """Returns this rank's tensors as `exchange` takes them. Not collective.
+
+        Args:
+            source: this rank's tensors in the source layout.
+
+        Raises:
+            ReshardError: for tensors that do not match the layout, or that cannot be read.
+        """
+        check_weights(self._plan.source, self._rank, source, "source")
+        sources = as_parts(source)
+        check_readable(sources, f"the source tensors of rank {self._rank}")
+        return sources
+
+    def exchange(
+        self, sources: Parts, take: Callable[[Mapping[str, Sequence[torch.Tensor]]], None], *, version: int
     ) -> int:
         """Sends this rank's weights and hands over its shards, group by group. Collective over the group.
 
+        All ranks of the group agreed already that all of them do, and on the version.
+
         Args:
-            source: this rank's tensors in the source layout; read only.
+            sources: of `check`; read only. Tensors of other parameters may be among them.
             take: called with this rank's tensors of a group, one per box, which are its own from then on.
             version: of the weights.
 
@@ -88,20 +103,17 @@ class ShardStream:
             Bytes of weights received.
 
         Raises:
-            ReshardError: as `ReshardExecutor.run`; groups that were taken before were complete.
+            ReshardError: as `ReshardExecutor.exchange`; groups that were taken before were complete.
         """
-        asking = next((executor for executor in self._executors if not executor.is_silent), self._executors[-1])
-        with asking.agreed():
-            check_weights(self._plan.source, self._rank, source, "source")
         received = 0
         for names, executor in zip(self._groups, self._executors, strict=True):
-            target = self._allocate(names)
-            part = {name: source[name] for name in names if name in source}
-            received += executor.run(part, target, version=version).recv_bytes
-            take(target)
+            targets = self._allocate(names)
+            part = {name: sources[name] for name in names if name in sources}
+            received += executor.exchange(part, targets, version=version).recv_bytes
+            take(targets)
         return received
 
-    def _allocate(self, names: Sequence[str]) -> dict[str, list[torch.Tensor]]:
+    def _allocate(self, names: Sequence[str]) -> Parts:
         """This rank's tensors of a group, to be filled."""
         held = self._plan.target.boxes_of(self._rank)
         return {
