@@ -6,6 +6,9 @@ left; plain generate gets every prompt `n` times through `num_return_sequences`.
 samples a second, medians with the fastest and the slowest. The tokens differ, because the random numbers do: the number
 of tokens that each drew is printed next to its time. Two workloads: samples that share a prompt (GRPO, RLOO) and one
 sample a prompt (PPO).
+
+Of the backend's time the share is printed that its products with weights take at the rate of these products alone: of
+the prompts' tokens once, and of the drawn ones.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         write_model(directory)
         with LocalRanks(1, timeout_s=300) as ranks:
-            (found,) = ranks.run(measure, directory, deadline_s=600)
+            ((found, shares),) = ranks.run(measure, directory, deadline_s=600)
     metrics: dict[str, tuple[float, str]] = {}
     medians: dict[str, float] = {}
     for name, runs in found.items():
@@ -46,6 +49,8 @@ def main() -> int:
         for kind, rate in (("median", medians[name]), ("slowest", min(rates)), ("fastest", max(rates))):
             metrics[f"{name}_{kind}"] = (round(rate, 2), "samples/s")
         metrics[f"{name}_tokens"] = (round(tokens, 1), "tokens")
+    for workload, share in shares.items():
+        metrics[f"{workload}_products_share"] = (round(100 * share, 1), "%")
     for workload in WORKLOADS:
         ratio = medians[f"{workload}_backend"] / medians[f"{workload}_generate"]
         metrics[f"{workload}_speed_up"] = (round(ratio, 3), "times")
@@ -55,17 +60,19 @@ def main() -> int:
         ratio = metrics[f"{workload}_speed_up"][0]
         missed += ratio < wanted
         word = "MISSED " if ratio < wanted else "reached"
-        print(f"{word} {workload}: {ratio:.2f} times plain generate (wanted >= {wanted})")
+        share = metrics[f"{workload}_products_share"][0]
+        print(f"{word} {workload}: {ratio:.2f} times plain generate (wanted >= {wanted}); products take {share} %")
     return int(bool(missed))
 
 
-def measure(directory: str) -> dict[str, list[tuple[int, float, int]]]:
-    """By system and workload: samples, seconds and tokens of every round but the first."""
+def measure(directory: str) -> tuple[dict[str, list[tuple[int, float, int]]], dict[str, float]]:
+    """By system and workload: samples, seconds and tokens of every round but the first; and the shares of products."""
     torch.set_num_threads(1)
     plain = AutoModelForCausalLM.from_pretrained(directory).eval()
     topology = Topology(ParallelSpec(), GenerationSpec())
     backend = load_rollout_backend("transformers").build(directory, topology=topology)
     found: dict[str, list[tuple[int, float, int]]] = {}
+    shares: dict[str, list[float]] = {}
     for workload, (num_prompts, n, longest) in WORKLOADS.items():
         for number in range(NUM_ROUNDS + 1):
             rows = draw_prompts(num_prompts, longest, seed=number)
@@ -75,7 +82,26 @@ def measure(directory: str) -> dict[str, list[tuple[int, float, int]]]:
                 seconds = time.perf_counter() - start
                 if number:
                     found.setdefault(f"{workload}_{system}", []).append((num_prompts * n, seconds, tokens))
-    return found
+                if number and system == "backend":
+                    passed = tokens + sum(map(len, rows))
+                    shares.setdefault(workload, []).append(passed * _time_products(plain, num_prompts * n) / seconds)
+    return found, {workload: statistics.median(each) for workload, each in shares.items()}
+
+
+@torch.inference_mode()
+def _time_products(model: Any, num_rows: int) -> float:
+    """Seconds that the model's products with weights take for a token, of that many rows at once."""
+    weights = [
+        each for each in model.parameters() if each.dim() > 1 and each is not model.get_input_embeddings().weight
+    ]
+    rows = [torch.randn(num_rows, each.shape[1]) for each in weights]
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for inputs, weight in zip(rows, weights, strict=True):
+            torch.nn.functional.linear(inputs, weight)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds) / num_rows
 
 
 def _run_backend(backend: Any, rows: list[torch.Tensor], n: int, step: int) -> int:
