@@ -253,6 +253,25 @@ def test_a_message_passes_for_no_other(ranks2, what, verifies):
     ranks2.run(take_wrong_messages, what, verifies)
 
 
+def lose_on_rank_0():
+    """Only what rank 0 should receive is lost; rank 1 has its weights."""
+    rank, shapes = dist.get_rank(), {"w": (8, 4)}
+    plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
+    full, weights = numbered_weights(shapes), empty_weights(plan.target, rank)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(dist, "batch_isend_irecv", lose_messages(lambda number: True))
+            with pytest.raises(ReshardError, match=r"rank 0 received something else than the ranks \[1\] sent"):
+                ReshardExecutor(plan).run(cut_weights(plan.source, rank, full), weights)
+        else:
+            ReshardExecutor(plan).run(cut_weights(plan.source, rank, full), weights)
+            assert_same(weights, cut_weights(plan.target, rank, full))
+
+
+def test_the_rank_that_misses_a_message_says_so(ranks2):
+    ranks2.run(lose_on_rank_0)
+
+
 def send_as(version, message):
     rank, shapes = dist.get_rank(), {"w": (4,)}
     plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))

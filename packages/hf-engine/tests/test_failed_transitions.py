@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
 from hf_engine.resharding import plan
 from hf_engine.resharding.steps import Step
 from hf_engine.testing import write_tiny_model
@@ -70,7 +70,7 @@ def damage_what_arrives(model, what):
             patch.setattr(Step, "unpack", flip_a_bit)
         elif rank == 1:
             train._weight_changes += 1
-        message = "checksums differ" if what == "bit" else "and others have another; no weights were moved"
+        message = "checksums differ" if what == "bit" else r"versions of the weights: \{0: 0, 1: 1\}; no weights were"
         with pytest.raises(ReshardError, match=message), engine.generation():
             raise AssertionError("no generation from wrong weights")
     assert rollout.weight_version == version
@@ -79,6 +79,28 @@ def damage_what_arrives(model, what):
     with pytest.raises(BackendError, match="inside `with engine"):
         engine.generate(build_prompts(2, vocab_size=VOCAB_SIZE), GREEDY)
     step(train)
+
+
+def disagree_with_merged_adapters(model):
+    """Reading merged adapters is collective: before it, ranks agree that all of them do."""
+    topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
+    config = TrainConfig(learning_rate=1e-2, lora=LoraConfig(rank=2, targets=("q_proj",)))
+    train = load_train_backend("fsdp").build(model, topology=topology, config=config)
+    rollout = load_rollout_backend("transformers").build(model, topology=topology)
+    engine = HybridEngine(train, rollout, topology)
+    with engine.generation():
+        pass
+    rank = dist.get_rank()
+    if rank:
+        train._note_change()
+    message = f"those of rank {rank} {'did' if rank else 'did not'}. Call train_step"
+    with pytest.raises(ReshardError, match=message), engine.generation():
+        pass
+    engine.close()
+
+
+def test_merged_adapters_that_changed_on_one_rank_are_refused(ranks2, tmp_path):
+    ranks2.run(disagree_with_merged_adapters, write_tiny_model(tmp_path))
 
 
 def flip_a_bit(self, incoming, *args, real=Step.unpack):

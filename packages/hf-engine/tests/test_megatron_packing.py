@@ -15,13 +15,16 @@ from hf_engine.testing._cases import (
     build_prompt_groups,
     check_same_results,
     compute_results,
+    count_kept_masks,
     reference_outputs,
     rows_of,
     select_rows,
 )
+from hf_engine.training.fsdp._shared_prompts import SharedPrompts
+from hf_engine.training.megatron._config import estimate_sharing
 from hf_engine.training.micro_batches import PackedMicroBatch
 from hf_engine.training.outputs import OutputRequest
-from hf_protocols import ParallelSpec, Topology
+from hf_protocols import ModelShape, ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2, micro_batch_tokens=4096)
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "tie_embeddings": False}
@@ -35,10 +38,11 @@ FAMILIES = {
 }
 
 
-def build(model, sizes="1-1-1", head="lm", **changes):
+def build(model, sizes="1-1-1", head="lm", ep_size=1, **changes):
     """A backend with a layout `pp-tp-dp`; the head of a critic, which starts at zero, has values."""
     pp_size, tp_size, dp_size = map(int, sizes.split("-"))
-    topology = Topology(ParallelSpec(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size), order="megatron")
+    train = ParallelSpec(pp_size=pp_size, tp_size=tp_size, dp_size=dp_size, ep_size=ep_size)
+    topology = Topology(train, order="megatron")
     backend = load_train_backend("megatron").build(
         model, topology=topology, config=replace(CONFIG, **changes), head=head
     )
@@ -86,11 +90,82 @@ def test_a_family_computes_shared_prompts_as_separate_rows(ranks1, tmp_path, fam
 
 
 @pytest.mark.parametrize("sizes", ["1-2-1", "2-1-1"])
-@pytest.mark.parametrize("family", ["mistral", "qwen3_moe"])
-def test_ranks_of_a_replica_share_prompts_alike(ranks2, tmp_path, family, sizes):
-    """With tp the 9 + 6 and more tokens of a packed row are padded to an even number, half for each rank."""
-    model = write_tiny_model(tmp_path / "model", family=family, **SIZES | FAMILIES[family])
+@pytest.mark.parametrize(("family", "num_groups"), [("mistral", 2), ("qwen3_moe", 2), ("qwen2", 1)])
+def test_ranks_of_a_replica_share_prompts_alike(ranks2, tmp_path, family, num_groups, sizes):
+    """With tp the tokens of a packed row are padded to an even number, half for each rank.
+
+    A single group of keys and values is for the heads of both ranks.
+    """
+    changes = FAMILIES[family] | {"num_key_value_heads": num_groups}
+    model = write_tiny_model(tmp_path / "model", family=family, **SIZES | changes)
     ranks2.run(compare_family, model, sizes)
+
+
+def compare_experts(model):
+    """Experts on two ranks of data: the norm of all gradients, where both ranks have the same rows."""
+    norms = []
+    for shared in (True, False):
+        backend = build(model, "1-1-2", ep_size=2, shared_prompts=shared)
+        metrics = backend.train_step(build_prompt_groups(), square_distance, 20.0)
+        norms.append(metrics["grad_norm"][0])
+        backend.close()
+    return norms
+
+
+def square_distance(outputs, micro_batch):
+    mask = micro_batch["response_mask"]
+    return ((outputs["logprobs"] - micro_batch["targets"]).square() * mask).sum(), {}
+
+
+def test_experts_on_two_ranks_share_prompts(ranks2, tmp_path):
+    model = write_tiny_model(tmp_path / "model", family="qwen3_moe", **SIZES)
+    for shared, apart in ranks2.run(compare_experts, model):
+        assert shared == pytest.approx(apart, rel=5e-6)
+
+
+def score_in_16_bits(model):
+    batch, found = build_prompt_groups(), []
+    for shared in (True, False):
+        backend = build(model, dtype="bfloat16", shared_prompts=shared)
+        found.append(backend.compute_logprobs(batch)["logprobs"].values())
+        backend.train_step(batch, square_distance, 10.0)
+        backend.close()
+    return float((found[0] - found[1]).abs().max())
+
+
+def test_packed_rows_of_16_bits_differ_by_their_rounding(ranks1, tmp_path):
+    """Log-probs are about -4.2, of which the last bit of bfloat16 is 0.03."""
+    model = write_tiny_model(tmp_path / "model", family="mistral", sliding_window=4, **SIZES)
+    (difference,) = ranks1.run(score_in_16_bits, model)
+    assert difference < 0.06
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_costs_are_those_of_the_same_model_with_fsdp(tmp_path, family):
+    """With pp and tp of two a mask is for half of the layers, and a token has half of its memory."""
+    directory = write_tiny_model(tmp_path / "model", family=family, num_hidden_layers=4, **SIZES)
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="sdpa")
+    expected = SharedPrompts(model, CONFIG, head="lm")._costs
+    shape = ModelShape.from_config(directory / "config.json")
+    alone = estimate_sharing(shape, ParallelSpec(dp_size=8), CONFIG)
+    assert (alone.pair_work, alone.pair_memory) == pytest.approx((expected.pair_work, expected.pair_memory))
+    halved = estimate_sharing(shape, ParallelSpec(pp_size=2, tp_size=2), CONFIG)
+    assert halved.pair_memory == pytest.approx(4 * expected.pair_memory)
+    assert halved.pair_work == pytest.approx(expected.pair_work)
+    assert estimate_sharing(shape, ParallelSpec(), replace(CONFIG, shared_prompts=False)) is None
+
+
+def count_masks(model):
+    backend = build(model, shared_prompts=True)
+    (packed,) = cut(model, build_prompt_groups(), shared_prompts=True)
+    found = count_kept_masks(backend, build_prompt_groups(), packed.input_ids.shape[1])
+    backend.close()
+    return found
+
+
+def test_all_layers_share_one_mask(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path / "model", num_hidden_layers=3, **SIZES)
+    assert ranks1.run(count_masks, model) == [1]
 
 
 def compare_variants(model):
@@ -119,6 +194,9 @@ def test_groups_split_over_replicas_have_the_same_gradients(ranks1, ranks2, tmp_
 def score_empty_responses(model, sizes):
     """A batch of which no token is predicted."""
     batch = build_prompt_groups([(3, (0,)), (4, (0, 0))])
+    critic = build(model, sizes, head="value")
+    assert len(critic.compute_values(batch)["values"].values()) == 0
+    critic.close()
     backend = build(model, sizes)
     scored = backend.compute_logprobs(batch, entropy=True, top_k=2)
     metrics = backend.train_step(batch, lambda outputs, _: (outputs["logprobs"].sum(), {}), 1.0)

@@ -20,7 +20,13 @@ from transformers import AutoModelForCausalLM
 
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import TINY_FAMILIES, write_tiny_family
-from hf_engine.testing._cases import build_prompt_groups, check_same_results, compute_results, select_rows
+from hf_engine.testing._cases import (
+    build_prompt_groups,
+    check_same_results,
+    compute_results,
+    count_kept_masks,
+    select_rows,
+)
 from hf_engine.training import micro_batches
 from hf_engine.training.fsdp._shared_prompts import EXACT_FAMILIES, SharedPrompts
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch, plan_micro_batches
@@ -116,6 +122,19 @@ def test_groups_split_over_ranks_have_the_same_gradients(ranks1, ranks2, tmp_pat
     (alone,) = ranks1.run(results_of_rank, model, [list(range(8))])
     for found in ranks2.run(results_of_rank, model, [[0, 1, 2, 3, 4], [5, 6, 7]]):
         check_same_results(found, alone)
+
+
+def count_masks(model):
+    backend, batch = build(model, shared_prompts=True), build_prompt_groups()
+    _, packed = backend._agreed_micro_batches(batch, OutputRequest(), 1.0, needs_rows=True)
+    (width,) = {each.input_ids.shape[1] for each in packed}
+    return count_kept_masks(backend, batch, width)
+
+
+@pytest.mark.parametrize(("family", "kinds"), [("llama", 1), ("olmo3", 2)])
+def test_all_layers_of_a_kind_share_one_mask(ranks1, tmp_path, family, kinds):
+    """OLMo 3 has windows in some layers."""
+    assert ranks1.run(count_masks, write_tiny_family(tmp_path, family)) == [kinds]
 
 
 OBSTACLES = {

@@ -11,6 +11,7 @@ from engine_testing.weights import cut_weights, numbered_weights
 from hf_engine.hybrid_engine.weight_sync import WeightSync
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout, replicated_layout
 from hf_engine.resharding.model_layouts import generation_layout
+from hf_engine.resharding.steps import Step
 from hf_engine.testing import LocalRanks
 from hf_protocols.errors import ReshardError
 from hf_protocols.topology import GenerationSpec, ParallelSpec, Topology
@@ -104,7 +105,7 @@ def send_different_versions():
     layout = fsdp_layout(shapes, range(2)) if rank < 2 else replicated_layout(shapes, range(2))
     sync = WeightSync(layout, side="source" if rank < 2 else "target")
     weights = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
-    with pytest.raises(ReshardError, match="the ranks have weights of versions 0 to 1; no weights were moved"):
+    with pytest.raises(ReshardError, match=r"versions of the weights: \{0: 0, 1: 1\}; no weights were moved"):
         sync.send(weights, version=rank) if rank < 2 else sync.receive(weights)
 
 
@@ -113,8 +114,45 @@ def send_different_versions_to_different_ranks():
     rank = dist.get_rank()
     sync = WeightSync(fsdp_layout({"w": (8, 4)}, range(2)), side="source" if rank < 2 else "target")
     weights = {"w": torch.zeros(4, 4)}
-    with pytest.raises(ReshardError, match="the ranks have weights of versions 0 to 1; no weights were moved"):
+    with pytest.raises(ReshardError, match=r"versions of the weights: \{0: 0, 1: 1\}; no weights were moved"):
         sync.send(weights, version=rank) if rank < 2 else sync.receive(weights)
+
+
+def verify_what_arrives():
+    """A bit that flips on the way is an error on all ranks; without `verify_transfers` it arrives as it is."""
+    rank = dist.get_rank()
+    side = "source" if rank < 2 else "target"
+    layout = fsdp_layout({"w": (8, 4)}, range(2)) if rank < 2 else replicated_layout({"w": (8, 4)}, range(2))
+
+    def move(sync, version):
+        weights = {"w": torch.ones(4, 4) if rank < 2 else torch.zeros(8, 4)}
+        sync.send(weights, version=version) if rank < 2 else sync.receive(weights)
+        return rank < 2 or torch.equal(weights["w"], torch.ones(8, 4))
+
+    with pytest.raises(ReshardError, match=r"the ranks were given verify_transfers of \[False, True\]. Give all"):
+        WeightSync(layout, side=side, verify_transfers=rank == 3)
+    found = []
+    for verifies in (True, False):
+        sync = WeightSync(layout, side=side, verify_transfers=verifies)
+        found.append(move(sync, 1))
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 2:
+                patch.setattr(Step, "unpack", flip_a_bit)
+            if verifies:
+                with pytest.raises(ReshardError, match=r"checksums differ|another rank refused what it received"):
+                    move(sync, 2)
+            else:
+                found.append(move(sync, 2))
+    return found
+
+
+def flip_a_bit(self, incoming, *args, real=Step.unpack):
+    incoming[self._incoming[0].start + 3] ^= 4
+    return real(self, incoming, *args)
+
+
+def test_bytes_are_compared_on_request(ranks4):
+    assert ranks4.run(verify_what_arrives) == [[True, True, rank != 2] for rank in range(4)]
 
 
 def receive_an_empty_shard():
@@ -235,7 +273,7 @@ def versions_that_do_not_go_up():
         r"the source side names the version": {"version": None},
         r"version='7' must be a whole number": {"version": "7"},
         r"version=3 must be above 5": {"version": 6, "expected": 3},
-        r"the ranks have weights of versions 6 to 8; no weights were moved": {"version": 6, "expected": 8},
+        r"versions of the weights: \{0: 6, 1: 6, 2: 8, 3: 8\}; no weights were moved": {"version": 6, "expected": 8},
         r"the target tensors of rank 2 cannot be used: 'b' shares memory with 'a'": {"version": 6, "alias": True},
     }.items():
         with pytest.raises(ReshardError, match=message):

@@ -33,9 +33,10 @@ class Agreement:
     is_alike: bool = False
     """All ranks had one number: known after the block."""
     lowest: int = HIGHEST
-    """Of further numbers below `HIGHEST`, which a rank may lack: its own in the block, that of all ranks after it."""
+    """A second number below `HIGHEST`, which may differ. The block sets both fields to this rank's own, or leaves them
+    if it does not have one; afterwards this is the lowest of all ranks."""
     highest: int = -1
-    """Of the same numbers."""
+    """The highest of these."""
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,7 +32,14 @@ from hf_engine.hybrid_engine.transitions import (
     WeightTransition,
 )
 from hf_engine.process_groups import build_groups, local_device, local_world_size
-from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, as_parts, check_bucket_bytes
+from hf_engine.resharding.execute import (
+    DEFAULT_BUCKET_BYTES,
+    Weights,
+    as_parts,
+    check_bucket_bytes,
+    check_version,
+    refuse_versions,
+)
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.tensor_checks import check_weights, check_writable
 from hf_protocols.errors import BackendError, ReshardError
@@ -91,6 +98,8 @@ class HybridEngine:
     ) -> None:
         training_weights = _pair_adapters(train, rollout, training_weights)
         plan = _agree_on_plan(train, rollout, topology, training_weights, bucket_bytes, verify_transfers)
+        apart = rollout.held_adapters() if isinstance(rollout, SupportsUnmergedAdapters) else None
+        self._merges = isinstance(train, SupportsAdapters) and apart is None
         self._train, self._rollout, self._plan = train, rollout, plan
         self._proof: SamplerCheck | None = None
         self._is_closed = self._is_current = self._is_generating = False
@@ -151,7 +160,7 @@ class HybridEngine:
         Raises:
             ReshardError: on all ranks, if the weights changed on some ranks only, tensors do not match, bytes differ
                 from those that were sent (`verify_transfers`), or samples are not those of the training weights. The
-                training weights are intact then.
+                training weights are intact then. On one rank alone, if it receives another message than it should.
             BackendError: inside another `generation()`.
         """
         self._check_open("generation()")
@@ -188,13 +197,29 @@ class HybridEngine:
         self._is_current = self._is_generating = True
 
     def _agree(self, version: int, need: WeightNeed) -> tuple[CheckedWeights | None, WeightNeed]:
-        """This rank's weights, checked, and the most that any rank needs: the one agreement of an entry."""
+        """This rank's weights, checked, and the most that any rank needs.
+
+        The one agreement of an entry; merged adapters need another one before, because reading them is collective.
+        """
+        read: Callable[[], Weights] = self._train.local_weights
         if self._way.is_silent:
-            return self._way.check(), need
+            return self._way.check(read()), need
+        if self._merges:
+            self._agree_once(version, need, None)
+            weights = read() if need else {}
+            return self._agree_once(version, need, lambda: weights)
+        return self._agree_once(version, need, read)
+
+    def _agree_once(
+        self, version: int, need: WeightNeed, read: Callable[[], Weights] | None
+    ) -> tuple[CheckedWeights | None, WeightNeed]:
+        checked = None
         with together("no weights were moved", error=ReshardError) as agreement:
+            check_version(version)
             agreement.number = version
             agreement.lowest = agreement.highest = need
-            checked = self._way.check() if need else None
+            if need and read is not None:
+                checked = self._way.check(read())
         if agreement.lowest == WeightNeed.NONE < agreement.highest:
             raise ReshardError(
                 "the training weights of some ranks changed since the last transition, those of rank "
@@ -202,10 +227,7 @@ class HybridEngine:
                 "ranks alike"
             )
         if need and not agreement.is_alike:
-            raise ReshardError(
-                f"rank {dist.get_rank()} has weights of version {version}, and others have another; no weights were "
-                "moved. Change them as often on all ranks, and give all the same weight_version"
-            )
+            refuse_versions(version, None, range(dist.get_world_size()))
         return checked, WeightNeed(agreement.highest)
 
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:

@@ -16,7 +16,7 @@ from hf_engine.hybrid_engine.transitions import (
     WeightTransition,
 )
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.execute import ReshardExecutor, as_parts
+from hf_engine.resharding.execute import ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.moving import ShardMover
 
 if TYPE_CHECKING:
@@ -81,8 +81,8 @@ class InPlaceTransition(WeightTransition):
         # Moved weights do not stay in generation.
         return WeightNeed.ALL if is_stale or self._mover is not None else WeightNeed.NONE
 
-    def check(self) -> CheckedWeights:
-        weights, buffers = self._train.local_weights(), self._writable.weight_buffers()
+    def check(self, weights: Weights) -> CheckedWeights:
+        buffers = self._writable.weight_buffers()
         return CheckedWeights(*self._executor.check(weights, buffers, are_filled=self._mover is None))
 
     def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:

@@ -20,7 +20,7 @@ from hf_engine.hybrid_engine.transitions import (
 )
 from hf_engine.models.adapter_rules import is_adapter_name
 from hf_engine.process_groups import local_device
-from hf_engine.resharding.execute import Parts
+from hf_engine.resharding.execute import Parts, Weights
 from hf_engine.resharding.streaming import ShardStream
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class StreamedTransition(WeightTransition):
         needs_base = self._adapters is None or self._base is None or self._base != self._base_changes
         return WeightNeed.ALL if needs_base else WeightNeed.ADAPTERS
 
-    def check(self) -> CheckedWeights:
-        return CheckedWeights(self._stream.check(self._train.local_weights()), {})
+    def check(self, weights: Weights) -> CheckedWeights:
+        return CheckedWeights(self._stream.check(weights), {})
 
     def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         moved = MovedWeights()

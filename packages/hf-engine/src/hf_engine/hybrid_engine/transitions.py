@@ -12,7 +12,7 @@ import torch
 from hf_engine.backends.base import RolloutBackend, TrainBackend
 from hf_engine.backends.capabilities import SupportsBufferLoading, SupportsBuffers
 from hf_engine.process_groups import wait_for_device
-from hf_engine.resharding.execute import Parts
+from hf_engine.resharding.execute import Parts, Weights
 from hf_engine.resharding.plan import ReshardPlan
 
 __all__ = ["CheckedWeights", "MovedWeights", "Transition", "TransitionMemory", "WeightNeed", "WeightTransition"]
@@ -114,8 +114,11 @@ class WeightTransition(ABC):
         """
 
     @abstractmethod
-    def check(self) -> CheckedWeights:
-        """Returns the weights to be moved. Not collective.
+    def check(self, weights: Weights) -> CheckedWeights:
+        """Returns what `enter` takes. Not collective.
+
+        Args:
+            weights: of the training backend.
 
         Raises:
             HybridFlowError: for tensors that do not match the plan.

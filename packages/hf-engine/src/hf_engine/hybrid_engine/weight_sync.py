@@ -117,7 +117,7 @@ class WeightSync:
                 )
             note_version(agreement, version)
             parts = self._executor.check(weights, {})
-        return self._exchange(parts, agreement)
+        return self._exchange(parts, version, agreement)
 
     def receive(self, buffers: Weights, *, version: int | None = None) -> int:
         """Receives weights into this rank's tensors, if it has any; returns the version that the source's ranks sent.
@@ -128,22 +128,24 @@ class WeightSync:
                 that of the last transfer.
 
         Raises:
-            ReshardError: on the source side, for tensors that do not match, damaged bytes (`verify_transfers`), senders
-                of different versions or of one that is not expected, or a layout under which nobody receives anything.
-                The buffers are not complete then: do not commit them.
+            ReshardError: on all ranks, before anything moves: on the source side, for tensors that do not match, or for
+                versions that differ or are not expected. Afterwards, for damaged bytes (`verify_transfers`), for a
+                layout under which nobody receives anything, and on this rank alone for another message than it should
+                receive. The buffers are not complete then: do not commit them.
         """
         with self._together() as agreement:
             self._check("target", "receive", version)
             note_version(agreement, version)
             parts = self._executor.check({}, buffers)
-        self._exchange(parts, agreement)
+        self._exchange(parts, version, agreement)
         if not self._plan.transfers:
             raise ReshardError("no weights were sent: no rank of the target side holds a box in its layout")
         return self._version
 
-    def _exchange(self, parts: tuple[Parts, Parts], agreement: Agreement) -> Transfer:
+    def _exchange(self, parts: tuple[Parts, Parts], named: int | None, agreement: Agreement) -> Transfer:
         """Moves buffers and weights of the version that all ranks agreed on."""
-        (version,) = require_one_version(agreement)
+        version = require_one_version(agreement, named, self._group, range(dist.get_world_size(self._group)))
+        assert version is not None, "the source side names it"
         self._bring_buffers()
         transfer = self._executor.exchange(*parts, version=version)
         self._version = version

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hf_protocols.errors import BackendError
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    import torch
-
     from hf_engine.backends.train_config import AttentionFunction
 
-__all__ = ["choose_attention", "is_capped", "keep_cap"]
+__all__ = ["build_score_term", "choose_attention", "is_capped", "keep_cap"]
+
+
+def build_score_term(sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A mask that all layers share: 0 where a query sees a key, -inf elsewhere.
+
+    Of a mask of bool torch makes such a term in every layer, and keeps it for the backward pass.
+    """
+    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 
 def is_capped(model: Any) -> bool:

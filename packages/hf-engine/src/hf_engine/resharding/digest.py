@@ -1,4 +1,4 @@
-"""A fast 64-bit digest of a tensor's bits: what travels with weights so that a wrong transfer cannot pass.
+"""A fast 64-bit digest of a tensor's bits: it travels with weights whose transfer is verified.
 
 Not cryptographic: it finds damaged, lost, swapped or shifted pieces, not an adversary.
 """

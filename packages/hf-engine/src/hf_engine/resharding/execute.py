@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ __all__ = [
     "check_version",
     "execute_reshard",
     "note_version",
+    "refuse_versions",
     "require_one_version",
 ]
 
@@ -188,7 +189,7 @@ class ReshardExecutor:
     def exchange(
         self, sources: Parts, targets: Parts, *, version: int | None, mover: ShardMover | None = None
     ) -> Transfer:
-        """Does what `run` does, of checked tensors: all ranks agreed already that all of them do, and on the version.
+        """Fills the target tensors as `run` does, where all ranks agreed already to do so and on the version.
 
         Args:
             sources: of `check`.
@@ -197,8 +198,8 @@ class ReshardExecutor:
             mover: see `run`.
 
         Raises:
-            ReshardError: if a message is another one than was expected. With `verify_transfers` on every rank, and for
-                bytes that differ from those that were sent, too.
+            ReshardError: on the rank that received another message than it should; the others wait for it. With
+                `verify_transfers` on every rank, and for bytes that differ from those that were sent, too.
         """
         checksums = Checksums(_UNKNOWN if version is None else version, verifies=self._verifies)
         if mover is None:
@@ -244,7 +245,8 @@ class ReshardExecutor:
                 f"bucket_bytes={self._bucket_bytes} and {len(self._steps)} rounds. Give all the same"
             )
         self._is_agreed = True
-        versions += require_one_version(agreement)
+        found = require_one_version(agreement, version, self._group, self._members)
+        versions += [] if found is None else [found]
 
     def _exchange(self, held: RegionViews, wanted: RegionViews, checksums: Checksums, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
@@ -378,18 +380,38 @@ def note_version(agreement: Agreement, version: int | None) -> None:
         agreement.lowest = agreement.highest = version
 
 
-def require_one_version(agreement: Agreement) -> list[int]:
-    """The version that an agreement found, if a rank named one.
+def require_one_version(
+    agreement: Agreement, version: int | None, group: dist.ProcessGroup | None, ranks: Sequence[int]
+) -> int | None:
+    """The version that an agreement found; None if no rank named one. Collective where they differ.
+
+    Args:
+        agreement: with `note_version` in its block.
+        version: that this rank named.
+        group: of the agreement.
+        ranks: names of its ranks.
 
     Raises:
-        ReshardError: on every rank, if they have different ones.
+        ReshardError: on every rank, if they named different ones.
     """
     if agreement.lowest < agreement.highest:
-        raise ReshardError(
-            f"the ranks have weights of versions {agreement.lowest} to {agreement.highest}; no weights were moved. "
-            "Change them as often on all ranks, and name one version"
-        )
-    return [agreement.highest] if agreement.highest >= 0 else []
+        refuse_versions(version, group, ranks)
+    return agreement.highest if agreement.highest >= 0 else None
+
+
+def refuse_versions(version: int | None, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> NoReturn:
+    """Names the version of every rank that has one, on all ranks that know that they differ. Collective.
+
+    Raises:
+        ReshardError: always.
+    """
+    told: list[int | None] = [None] * len(ranks)
+    dist.all_gather_object(told, version, group=group)
+    named = {rank: each for rank, each in zip(ranks, told, strict=True) if each is not None}
+    raise ReshardError(
+        f"the ranks named different versions of the weights: {named}; no weights were moved. Change the weights as "
+        "often on all ranks, and expect the version that is sent"
+    )
 
 
 def as_parts(weights: Weights) -> Parts:

@@ -17,6 +17,7 @@ __all__ = [
     "build_prompts",
     "check_same_results",
     "compute_results",
+    "count_kept_masks",
     "greedy_response",
     "leave_tokens_out",
     "reference_outputs",
@@ -98,6 +99,20 @@ def compute_results(backend: Any, batch: TensorDict, head: str = "lm") -> dict[s
     options = {} if head == "value" else {"temperature": 0.7, "entropy": True, "candidates": True}
     metrics = backend.forward_backward(batch, loss, 10.0, **options)
     return found | {"loss": torch.tensor(metrics["loss"][0])}
+
+
+def count_kept_masks(backend: Any, batch: TensorDict, width: int) -> int:
+    """Masks [.., width, width] that a forward pass keeps for the backward pass, in storages of their own."""
+    kept = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (width, width):
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        compute_results(backend, batch)
+    return len(kept)
 
 
 def check_same_results(

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from hf_engine.models.attention import build_score_term
 from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-    import torch
 
 __all__ = ["attend_in_packs"]
 
@@ -47,7 +47,9 @@ def _packed_masks(model: Any, positions: torch.Tensor, segments: torch.Tensor, p
             is_near = (of_key == prompts[row, query]) | (of_key == segments[row, query])
             return is_near & mask_function(row, head, positions[row, query], positions[row, key])
 
-        return build(mask_function=sees, **options | {"attention_mask": None, "allow_is_causal_skip": False})
+        mask = build(mask_function=sees, **options | {"attention_mask": None, "allow_is_causal_skip": False})
+        is_bool = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+        return build_score_term(mask, options["dtype"]) if is_bool else mask
 
     builders[kind] = build_packed
     try:

@@ -170,7 +170,7 @@ def estimate_sharing(shape: ModelShape, train: ParallelSpec, config: TrainConfig
         return None
     query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     experts = max(1, shape.num_experts_per_token)
-    a_layer = shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size * experts)
+    a_layer = shape.hidden_size * (2 * query + 2 * key + 3 * shape.intermediate_size * experts + shape.num_experts)
     layers = max(1, shape.num_layers // train.pp_size)
     return PromptSharing.estimate(
         attended=shape.num_layers * query,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_engine.models.attention import build_score_term
 from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch
 
 __all__ = ["DecoderInputs"]
@@ -20,23 +21,32 @@ class DecoderInputs:
     position_ids: torch.Tensor | None
     """int64 [b, S]; None: the columns."""
     attention_mask: torch.Tensor | None
-    """bool [b or 1, 1, S, S], True where a query sees a key; None: each sees itself and all before it."""
+    """[b or 1, 1, S, S], 0 where a query sees a key and -inf elsewhere; None: each sees itself and all before it."""
     predicting: torch.Tensor
     """int64 [n], of the flattened [S, b]: whose hidden states predict the response tokens, row by row."""
 
     @classmethod
-    def of(cls, micro_batch: MicroBatch, *, window: int | None, multiple: int, device: torch.device) -> DecoderInputs:
+    def of(
+        cls,
+        micro_batch: MicroBatch,
+        *,
+        window: int | None,
+        multiple: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DecoderInputs:
         """Arranges a micro-batch.
 
         Args:
             micro_batch: padded rows, or packed ones.
             window: keys that a query sees, itself included; None: all.
-            multiple: of which S is one: the number of ranks that share a sequence.
+            multiple: S is divisible by it: the number of ranks that share a sequence.
+            dtype: of the mask, that of the computation.
             device: where the tensors go.
         """
         width = -(-micro_batch.input_ids.shape[1] // multiple) * multiple
         if isinstance(micro_batch, PackedMicroBatch):
-            return cls._of_packed(micro_batch, width, window, device)
+            return cls._of_packed(micro_batch, width, window, dtype, device)
         num_rows, given = micro_batch.input_ids.shape
         mask = micro_batch.attention_mask[:, : micro_batch.prompt_width]
         left = mask.shape[1] - mask.sum(-1)
@@ -46,27 +56,27 @@ class DecoderInputs:
         return cls(
             input_ids=_pad(moved, width, 0).to(device),
             position_ids=None,
-            attention_mask=None if window is None or window >= width else _slide(width, window, device),
+            attention_mask=None if window is None or window >= width else _slide(width, window, dtype, device),
             predicting=(columns * num_rows + rows).to(device),
         )
 
     @classmethod
     def _of_packed(
-        cls, packed: PackedMicroBatch, width: int, window: int | None, device: torch.device
+        cls, packed: PackedMicroBatch, width: int, window: int | None, dtype: torch.dtype, device: torch.device
     ) -> DecoderInputs:
         """A token sees its own prompt and its own response; padding sees padding."""
         num_rows, given = packed.input_ids.shape
         segments, prompts = (_pad(each, width, -1).to(device) for each in (packed.segments, packed.prompts))
         positions = _pad(packed.positions, width, 0).to(device)
-        of_key, distance = segments[:, None, :], positions[:, :, None] - positions[:, None, :]
-        sees = ((of_key == prompts[:, :, None]) | (of_key == segments[:, :, None])) & (distance >= 0)
+        of_key, at_key, at_query = segments[:, None, :], positions[:, None, :], positions[:, :, None]
+        sees = ((of_key == prompts[:, :, None]) | (of_key == segments[:, :, None])) & (at_key <= at_query)
         if window is not None:
-            sees &= distance < window
+            sees &= at_key > at_query - window
         rows, columns = packed.predicting_positions // given, packed.predicting_positions % given
         return cls(
             input_ids=_pad(packed.input_ids, width, 0).to(device),
             position_ids=positions,
-            attention_mask=sees[:, None],
+            attention_mask=build_score_term(sees[:, None], dtype),
             predicting=(columns * num_rows + rows).to(device),
         )
 
@@ -75,7 +85,7 @@ def _pad(rows: torch.Tensor, width: int, value: int) -> torch.Tensor:
     return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
 
 
-def _slide(width: int, window: int, device: torch.device) -> torch.Tensor:
+def _slide(width: int, window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     columns = torch.arange(width, device=device)
-    distance = columns[:, None] - columns
-    return ((distance >= 0) & (distance < window))[None, None]
+    sees = (columns <= columns[:, None]) & (columns > columns[:, None] - window)
+    return build_score_term(sees[None, None], dtype)

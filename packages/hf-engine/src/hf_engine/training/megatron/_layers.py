@@ -44,8 +44,14 @@ class TorchAttention(torch.nn.Module):
             query: of this rank's heads.
             key: of this rank's groups of heads.
             value: likewise.
-            attention_mask: bool [b or 1, 1, S, S], True where a query sees a key; None: it sees none after it.
+            attention_mask: [b or 1, 1, S, S] in the dtype of the queries, 0 where a query sees a key and -inf
+                elsewhere; None: it sees none after it.
         """
+        shared = query.shape[2] // key.shape[2]
+        # Elsewhere torch has a kernel for groups of heads only where it holds all scores.
+        takes_groups = attention_mask is None and query.dtype != torch.float32
+        if shared > 1 and not takes_groups:
+            key, value = (each.repeat_interleave(shared, dim=2) for each in (key, value))
         queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         context = torch.nn.functional.scaled_dot_product_attention(
             queries,
@@ -54,7 +60,7 @@ class TorchAttention(torch.nn.Module):
             attention_mask,
             is_causal=attention_mask is None,
             scale=self._scale,
-            enable_gqa=queries.shape[1] != keys.shape[1],
+            enable_gqa=takes_groups,
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 

@@ -66,7 +66,8 @@ def _run(
         micro_batch = next(iterator)
         decoder = stage.module if hasattr(stage, "ddp_config") else stage
         ranks = decoder.pg_collection.tp.size()
-        inputs = DecoderInputs.of(micro_batch, window=window, multiple=ranks, device=device)
+        dtype = decoder.config.params_dtype
+        inputs = DecoderInputs.of(micro_batch, window=window, multiple=ranks, dtype=dtype, device=device)
         hidden = stage(inputs.input_ids, inputs.position_ids, inputs.attention_mask)
         if decoder.post_process:
             hidden = hidden.flatten(0, 1).index_select(0, inputs.predicting)
