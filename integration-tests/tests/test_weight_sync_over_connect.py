@@ -86,11 +86,11 @@ def test_weights_reach_the_ranks_of_another_group(sides: tuple[WorkerGroup, Work
     trainers, samplers = sides
     sent, received = trainers.send(3), samplers.receive(4)
     with pytest.raises(
-        ReshardError, match=r"versions of the weights: \{0: 3, 1: 3, 2: 4, 3: 4\}; no weights were moved"
+        ReshardError, match="versions of the weights: 3 on rank 0 and 1 more, 4 on rank 2 and 1 more; no"
     ):
         received.result()
     with pytest.raises(
-        ReshardError, match=r"versions of the weights: \{0: 3, 1: 3, 2: 4, 3: 4\}; no weights were moved"
+        ReshardError, match="versions of the weights: 3 on rank 0 and 1 more, 4 on rank 2 and 1 more; no"
     ):
         sent.result()
 

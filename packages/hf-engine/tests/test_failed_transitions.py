@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -70,7 +72,11 @@ def damage_what_arrives(model, what):
             patch.setattr(Step, "unpack", flip_a_bit)
         elif rank == 1:
             train._weight_changes += 1
-        message = "checksums differ" if what == "bit" else r"versions of the weights: \{0: 0, 1: 1\}; no weights were"
+        message = (
+            "checksums differ"
+            if what == "bit"
+            else "versions of the weights: 0 on rank 0, 1 on rank 1; no weights were"
+        )
         with pytest.raises(ReshardError, match=message), engine.generation():
             raise AssertionError("no generation from wrong weights")
     assert rollout.weight_version == version
@@ -82,14 +88,19 @@ def damage_what_arrives(model, what):
 
 
 def disagree_with_merged_adapters(model):
-    """Reading merged adapters is collective: before it, ranks agree that all of them do."""
+    """Reading merged adapters is collective: ranks agree to do it, and then on what they read."""
     topology = Topology(ParallelSpec(dp_size=2), GenerationSpec())
     config = TrainConfig(learning_rate=1e-2, lora=LoraConfig(rank=2, targets=("q_proj",)))
     train = load_train_backend("fsdp").build(model, topology=topology, config=config)
     rollout = load_rollout_backend("transformers").build(model, topology=topology)
     engine = HybridEngine(train, rollout, topology)
-    with engine.generation():
-        pass
+    step(train)
+    agreements = []
+    for _ in range(2):
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce, engine.generation():
+            pass
+        agreements.append(reduce.call_count)
+    assert agreements == [2, 1], "after a step, and without a change"
     rank = dist.get_rank()
     if rank:
         train._note_change()

@@ -176,7 +176,7 @@ class HybridEngine:
             self._proof.check()
 
     def _enter(self) -> None:
-        """Moves the weights. Where that fails, the next entry sends them again, under the same version."""
+        """Moves the weights. Where that fails on all ranks, the next entry sends them again, under the same version."""
         start = time.perf_counter()
         held, changes = self._held, self._train.weight_changes
         has_changed = changes != held.changes
@@ -205,8 +205,10 @@ class HybridEngine:
         if self._way.is_silent:
             return self._way.check(read()), need
         if self._merges:
-            self._agree_once(version, need, None)
-            weights = read() if need else {}
+            _, need = self._agree_once(version, need, None)
+            if need == WeightNeed.NONE:
+                return None, need
+            weights = read()
             return self._agree_once(version, need, lambda: weights)
         return self._agree_once(version, need, read)
 

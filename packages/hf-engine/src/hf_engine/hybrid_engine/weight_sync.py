@@ -106,8 +106,9 @@ class WeightSync:
             version: of the weights, above that of the last transfer; it must be the same on all source ranks.
 
         Raises:
-            ReshardError: on all ranks of the group, for the target side, for tensors that do not match, or a version
-                that does not go up.
+            ReshardError: on all ranks of the group, before anything moves: for the target side, for tensors that do not
+                match, for a version that does not go up, or that is not the other ranks'. Afterwards, for damaged bytes
+                (`verify_transfers`), and on this rank alone for another message than it should receive.
         """
         with self._together() as agreement:
             self._check("source", "send", version)

@@ -198,7 +198,7 @@ class ReshardExecutor:
             mover: see `run`.
 
         Raises:
-            ReshardError: on the rank that received another message than it should; the others wait for it. With
+            ReshardError: on the rank that received another message than it should, while the others return. With
                 `verify_transfers` on every rank, and for bytes that differ from those that were sent, too.
         """
         checksums = Checksums(_UNKNOWN if version is None else version, verifies=self._verifies)
@@ -400,17 +400,24 @@ def require_one_version(
 
 
 def refuse_versions(version: int | None, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> NoReturn:
-    """Names the version of every rank that has one, on all ranks that know that they differ. Collective.
+    """Says which ranks have which version, on all ranks that know that they differ. Collective.
 
     Raises:
         ReshardError: always.
     """
     told: list[int | None] = [None] * len(ranks)
     dist.all_gather_object(told, version, group=group)
-    named = {rank: each for rank, each in zip(ranks, told, strict=True) if each is not None}
+    by_version: dict[int, list[int]] = {}
+    for rank, each in zip(ranks, told, strict=True):
+        if each is not None:
+            by_version.setdefault(each, []).append(rank)
+    named = [
+        f"{each} on rank {first}" + (f" and {len(more)} more" if more else "")
+        for each, (first, *more) in sorted(by_version.items())
+    ]
     raise ReshardError(
-        f"the ranks named different versions of the weights: {named}; no weights were moved. Change the weights as "
-        "often on all ranks, and expect the version that is sent"
+        f"the ranks named different versions of the weights: {', '.join(named)}; no weights were moved. Change the "
+        "weights as often on all ranks, and expect the version that is sent"
     )
 
 

@@ -18,7 +18,7 @@ PackedRow = Sequence[Pack]
 """Packs one after another."""
 
 MASK_BYTES = 5
-"""Of one element of a mask, which is bool and float32 at once."""
+"""Of one element of a mask: a term of the scores in float32, and the bool that it is made of."""
 _PAIR_EFFORT = 1.3
 """Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
 _LEAST_SAVED = 0.02

@@ -48,8 +48,8 @@ class TorchAttention(torch.nn.Module):
                 elsewhere; None: it sees none after it.
         """
         shared = query.shape[2] // key.shape[2]
-        # Elsewhere torch has a kernel for groups of heads only where it holds all scores.
-        takes_groups = attention_mask is None and query.dtype != torch.float32
+        # In other cases on a GPU torch has a kernel for groups of heads only that holds all scores.
+        takes_groups = query.is_cpu or (attention_mask is None and query.dtype != torch.float32)
         if shared > 1 and not takes_groups:
             key, value = (each.repeat_interleave(shared, dim=2) for each in (key, value))
         queries, keys, values = (each.permute(1, 2, 0, 3) for each in (query, key, value))
