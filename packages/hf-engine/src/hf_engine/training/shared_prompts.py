@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 
 __all__ = ["MASK_BYTES", "PackedRow", "PackedRowPlanner", "PromptSharing"]
 
@@ -21,6 +21,10 @@ MASK_BYTES = 5
 """Of one element of a mask: a term of the scores in float32, and the bool that it is made of."""
 _PAIR_EFFORT = 1.3
 """Time of attention's multiplications, relative to those of matrices with weights: measured on a CPU."""
+_PASS_TOKENS = 40
+"""A pass on a CPU reads all weights and writes their gradients in about the time of so many tokens."""
+_PASS_WEIGHTS = 100_000_000
+"""It calls functions in about the time of a token on so many weights."""
 _LEAST_SAVED = 0.02
 """Smallest share of work, or of padding, that packing must save: building masks takes time, too."""
 _PACKS_A_ROW = (1, 2, 4)
@@ -37,6 +41,8 @@ class PromptSharing:
     """Work of attention between two tokens, as a share of all other work on a token."""
     pair_memory: float
     """Bytes of masks for two tokens, as a share of those that a token needs at least."""
+    pass_work: float = 0.0
+    """Work of a pass on a CPU by itself, in tokens."""
     always: bool = False
     """Share prompts wherever they fit."""
 
@@ -64,6 +70,7 @@ class PromptSharing:
         return cls(
             pair_work=_PAIR_EFFORT * 2 * attended / passed,
             pair_memory=pair_bytes / token_bytes + score_memory,
+            pass_work=_PASS_TOKENS + _PASS_WEIGHTS / passed,
             always=always,
         )
 
@@ -85,6 +92,7 @@ class PackedRowPlanner:
         max_tokens: bound on the memory of a micro-batch, in tokens; see `PromptSharing.memory`.
         sharing: costs.
         enough_tokens: bound on the tokens of a micro-batch with two packed rows or more, without masks; None: none.
+            Where it is given, another pass is weighed against the padding that it saves.
     """
 
     def __init__(
@@ -100,6 +108,7 @@ class PackedRowPlanner:
         self._max_tokens = max_tokens
         self._enough_tokens = max_tokens if enough_tokens is None else enough_tokens
         self._sharing = sharing
+        self._pass_work = 0.0 if enough_tokens is None else sharing.pass_work
 
     def split(self, groups: Sequence[Sequence[int]]) -> tuple[list[Pack], list[int]]:
         """Splits groups of rows with one prompt into packs of two or more rows, and rows apart. Every row is in one."""
@@ -118,16 +127,29 @@ class PackedRowPlanner:
         return self._fits(self._measure([[row]]))
 
     def batch(self, packed: Sequence[PackedRow]) -> list[list[PackedRow]]:
-        """Cuts packed rows into micro-batches, the longest first: rows x memory of the longest is within the bound."""
+        """Cuts packed rows into micro-batches, the longest first: rows x memory of the longest is within the bound.
+
+        One micro-batch is never cut: an update can go on from a pass on it.
+        """
+        lengths = [self._measure(row) for row in packed]
+        ordered = sorted(zip(lengths, packed, strict=True), key=lambda each: (-each[0], each[1][0][0]))
+        whole = self._cut(ordered, inf)
+        if len(whole) < 2 or not self._pass_work:
+            return whole
+        return min(whole, self._cut(ordered, self._pass_work), key=self._work)
+
+    def _cut(self, ordered: Sequence[tuple[int, PackedRow]], most_padding: float) -> list[list[PackedRow]]:
+        """Micro-batches of rows, the longest first. Another begins where padding would be more than `most_padding`."""
         batches: list[list[PackedRow]] = []
-        room = num_responses = longest = 0
-        for length, _, row in sorted((-self._measure(row), row[0][0], row) for row in packed):
+        room = num_responses = longest = widest = 0
+        for index, (length, row) in enumerate(ordered):
             responses = [self._responses[each] for pack in row for each in pack]
             num_responses, longest = num_responses + len(responses), max(longest, *responses)
-            if not room or num_responses * longest > _MOST_CELLS * self._max_tokens:
+            is_padded = (widest - length) * min(room, len(ordered) - index) > most_padding
+            if not room or is_padded or num_responses * longest > _MOST_CELLS * self._max_tokens:
                 batches.append([])
-                room = max(1, min(self._max_tokens // self._sharing.memory(-length), self._enough_tokens // -length))
-                num_responses, longest = len(responses), max(responses)
+                room = max(1, min(self._max_tokens // self._sharing.memory(length), self._enough_tokens // length))
+                num_responses, longest, widest = len(responses), max(responses), length
             batches[-1].append(row)
             room -= 1
         return batches
@@ -152,7 +174,7 @@ class PackedRowPlanner:
         lengths = [self._measure([pack]) for pack in every]
         if computed - sum(lengths) <= _LEAST_SAVED * computed:
             return best, padded
-        least = self._work(best)
+        least = self._work(best) + len(padded) * self._pass_work
         least += sum(len(rows) * self._sharing.work(width) for rows, width in zip(padded, widths, strict=True))
         least *= 1 - _LEAST_SAVED
         for packed in self._distribute(every, lengths):
@@ -197,7 +219,7 @@ class PackedRowPlanner:
         return self._sharing.memory(tokens) <= self._max_tokens
 
     def _work(self, batches: Sequence[Sequence[PackedRow]]) -> float:
-        return sum(len(batch) * self._sharing.work(self._measure(batch[0])) for batch in batches)
+        return sum(self._pass_work + len(batch) * self._sharing.work(self._measure(batch[0])) for batch in batches)
 
 
 def _fill(lengths: Sequence[int], count: int) -> list[list[int]]:
