@@ -67,8 +67,8 @@ class Traffic:
         """
         surplus = self.recv_bytes - self.checksum_bytes - planned_bytes
         verdicts = sum(self.calls[name] for name in _REDUCTIONS)
-        told = self.reduced_bytes <= 16 * verdicts and self.object_bytes <= most_object_bytes
-        return told and 0 <= surplus < 8 * max(1, self.num_messages)
+        is_little_else = self.reduced_bytes <= 16 * verdicts and self.object_bytes <= most_object_bytes
+        return is_little_else and 0 <= surplus < 8 * max(1, self.num_messages)
 
 
 @contextmanager

@@ -215,6 +215,14 @@ class HybridEngine:
     def _agree_once(
         self, version: int, need: WeightNeed, read: Callable[[], Weights] | None
     ) -> tuple[CheckedWeights | None, WeightNeed]:
+        """The weights that `read` returns, checked if this rank has to move some, and the most that any rank needs.
+
+        Collective over all ranks.
+
+        Raises:
+            ReshardError: on every rank, if any refused its weights, if they changed on some ranks only, or for
+                different versions.
+        """
         checked = None
         with together("no weights were moved", error=ReshardError) as agreement:
             check_version(version)

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -194,19 +194,30 @@ def _agreed_sides(
         check_device(device)
     except ReshardError as error:
         mistake = str(error)
-    told: list[Any] = [None] * dist.get_world_size(group)
     held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
-    dist.all_gather_object(told, (side, options, mistake, socket.gethostname(), held), group=group)
-    if mistakes := [f"rank {rank}: {mistake}" for rank, (_, _, mistake, _, _) in enumerate(told) if mistake]:
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, _Rank(side, options, mistake, socket.gethostname(), held), group=group)
+    if mistakes := [f"rank {number}: {rank.mistake}" for number, rank in enumerate(ranks) if rank.mistake]:
         raise ReshardError("; ".join(mistakes))
     for name in options:
-        if len(values := {given[name] for _, given, _, _, _ in told}) > 1:
+        if len(values := {rank.options[name] for rank in ranks}) > 1:
             raise ReshardError(f"the ranks were given {name} of {sorted(values)}. Give all the same")
-    _check_buffers([each for *_, each in told])
+    _check_buffers([rank.buffers for rank in ranks])
     machines: dict[str, list[int]] = {}
-    for rank, (_, _, _, machine, _) in enumerate(told):
-        machines.setdefault(machine, []).append(rank)
-    return [each for each, *_ in told], [*machines.values()]
+    for number, rank in enumerate(ranks):
+        machines.setdefault(rank.machine, []).append(number)
+    return [rank.side for rank in ranks], [*machines.values()]
+
+
+class _Rank(NamedTuple):
+    """One rank's arguments, which all ranks get."""
+
+    side: str
+    options: Mapping[str, int]
+    mistake: str | None
+    machine: str
+    buffers: Sequence[tuple[str, tuple[int, ...], str]]
+    """Name, shape and dtype of each."""
 
 
 def _check_buffers(held: Sequence[Sequence[tuple[str, tuple[int, ...], str]]]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -161,11 +160,15 @@ class ReshardExecutor:
             ReshardError: on every rank, before anything moves: for an invalid version, different ones, or tensors that
                 do not match the layout. Afterwards as `exchange`.
         """
-        with self._agreed(version) as versions:
+
+        def check() -> tuple[Parts, Parts]:
             parts = self.check(source, target, are_filled=mover is None)
             if mover is not None and not mover.is_built_on(*parts):
                 raise ReshardError(f"the mover of rank {self._rank} was built on other tensors. Build one on these")
-        return self.exchange(*parts, version=next(iter(versions), None), mover=mover)
+            return parts
+
+        parts, version = self._agree(version, check)
+        return self.exchange(*parts, version=version, mover=mover)
 
     def check(self, source: Weights, target: Weights, *, are_filled: bool = True) -> tuple[Parts, Parts]:
         """Returns this rank's tensors as `exchange` takes them. Not collective.
@@ -215,38 +218,32 @@ class ReshardExecutor:
             version=version,
         )
 
-    @contextmanager
-    def _agreed(self, version: int | None) -> Iterator[list[int]]:
-        """A block of checks that either all ranks of the group pass or none. Collective at its end.
+    def _agree(
+        self, version: int | None, check: Callable[[], tuple[Parts, Parts]]
+    ) -> tuple[tuple[Parts, Parts], int | None]:
+        """This rank's tensors, which either all ranks of the group checked or none, and the version of all. Collective.
 
         Once all ranks know that they have the same plan, and if this plan moves no weights, no rank waits for another.
-
-        Yields:
-            A list with the version of all ranks after the block; empty if no rank named one.
 
         Raises:
             ReshardError: naming the ranks that refused, and why. And on all for executors of different plans or
                 options, or different versions.
         """
-        versions: list[int] = []
         if self._is_agreed and not self._steps:
             check_version(version)
-            yield versions
-            versions += [] if version is None else [version]
-            return
+            return check(), version
         options: dict[str, Any] = {"error": ReshardError, "device": self._device, "ranks": self._members}
         with together("no weights were moved", self._group, **options) as agreement:
             agreement.number = self._fingerprint
             note_version(agreement, version)
-            yield versions
+            parts = check()
         if not agreement.is_alike:
             raise ReshardError(
                 f"the ranks were given different plans, bucket_bytes or verify_transfers; rank {self._rank} has "
                 f"bucket_bytes={self._bucket_bytes} and {len(self._steps)} rounds. Give all the same"
             )
         self._is_agreed = True
-        found = require_one_version(agreement, version, self._group, self._members)
-        versions += [] if found is None else [found]
+        return parts, require_one_version(agreement, version, self._group, self._members)
 
     def _exchange(self, held: RegionViews, wanted: RegionViews, checksums: Checksums, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
@@ -405,10 +402,10 @@ def refuse_versions(version: int | None, group: dist.ProcessGroup | None, ranks:
     Raises:
         ReshardError: always.
     """
-    told: list[int | None] = [None] * len(ranks)
-    dist.all_gather_object(told, version, group=group)
+    versions: list[int | None] = [None] * len(ranks)
+    dist.all_gather_object(versions, version, group=group)
     by_version: dict[int, list[int]] = {}
-    for rank, each in zip(ranks, told, strict=True):
+    for rank, each in zip(ranks, versions, strict=True):
         if each is not None:
             by_version.setdefault(each, []).append(rank)
     named = [
