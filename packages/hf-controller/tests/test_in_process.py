@@ -76,6 +76,61 @@ def test_one_rank_trains_with_fsdp(model):
     assert model.train(batch()).result()["loss"] >= 0.0
 
 
+def read_modes():
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+
+
+class ModalWorker(Worker):
+    """Trains with torch's modes as it finds them."""
+
+    def __init__(self, context, gradients=True):
+        super().__init__(context)
+        self.model = torch.nn.Linear(3, 1)
+        torch.set_grad_enabled(gradients)
+
+    @register(protocol=DP)
+    def step(self, batch):
+        lost = self.model(batch["x"])
+        if torch.is_grad_enabled():
+            lost.sum().backward()
+        return TensorDict({"lost": lost, "tokens": batch["tokens"]}, batch_size=batch.batch_size)
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def modes(self):
+        return read_modes()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
+    ids=["inference_mode", "no_grad", "autocast"],
+)
+def test_a_rank_knows_nothing_of_the_programs_modes(block):
+    tokens = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
+    rows = TensorDict({"x": torch.ones(2, 3), "tokens": tokens}, batch_size=[2])
+    with InProcessExecutor() as executor:
+        with block():
+            outside = read_modes()
+            group = build(executor, ModalWorker)
+            made = executor.put(rows)
+            first = group.step(made).result()["lost"]
+            assert group.modes().result() == [(True, False, False)]
+            assert read_modes() == outside
+        again = group.step(made).result()["lost"]
+        assert first.dtype == again.dtype == torch.float32
+        assert torch.equal(first, again)
+
+
+def test_a_rank_keeps_the_mode_that_it_set():
+    with InProcessExecutor() as executor:
+        spec = WorkerSpec(worker=ModalWorker, topology=ONE, kwargs={"gradients": False})
+        quiet = executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})["model"]
+        other = build(executor, ModalWorker)
+        assert torch.is_grad_enabled()
+        assert quiet.modes().result() == [(False, False, False)]
+        assert other.modes().result() == [(True, False, False)]
+
+
 def test_a_breakpoint_stops_in_the_method(model, monkeypatch):
     stops = []
     monkeypatch.setattr(sys, "breakpointhook", lambda: stops.append(sys._getframe(1).f_code.co_name))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.data.transport import take_slices
 from hf_controller.executors.base import Executor, check_pool, check_specs
-from hf_controller.executors.rank_copies import RandomStream, copy_object
+from hf_controller.executors.rank_copies import RandomStream, TorchModes, copy_object
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
 from hf_controller.groups.call import BatchArgument, Call, StoredArgument
@@ -133,13 +133,14 @@ def _copy_arguments(call: Call) -> Call:
 
 
 class _LocalRank(NamedTuple):
-    """One rank of a role, or of fused roles: its workers, and the random numbers that they draw."""
+    """One rank of a role, or of fused roles: its workers, the random numbers that they draw, and their torch modes."""
 
     host: RankRuntime
     stream: RandomStream
+    modes: TorchModes
 
     def run(self, call: Call, share: CallShare) -> tuple[Outcome, CallReport]:
-        with self.stream.drawn():
+        with self.stream.drawn(), self.modes.entered():
             outcome, report = self.host.run(call, share)
         with Caught() as caught:  # an object's own copying may raise anything
             return _copy_outcome(outcome), report
@@ -164,7 +165,8 @@ class InProcessExecutor(Executor):
 
     A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
     destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
-    methods only: a collective raises at once. An exception is raised, as on Ray, when the result is requested; its
+    methods only: a collective raises at once. As on Ray, methods compute gradients where the program is in a block
+    without them, such as `torch.inference_mode()`. An exception is raised, as on Ray, when the result is requested; its
     cause is the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
     environment.
 
@@ -288,7 +290,7 @@ class InProcessExecutor(Executor):
         from hf_controller.executors.rank_runtime import RankRuntime, close_workers
 
         device = self._device_of(pool)
-        stream = RandomStream(device)
+        stream, modes = RandomStream(device), TorchModes(device)
         workers: dict[str, Worker] = {}
         for role, spec in specs.items():
             context = WorkerContext(
@@ -300,7 +302,7 @@ class InProcessExecutor(Executor):
                 seed=spec.seed,
                 pool=pool.name,
             )
-            with Caught(also=(SystemExit,)) as caught, stream.drawn(), acting(rank):
+            with Caught(also=(SystemExit,)) as caught, stream.drawn(), modes.entered(), acting(rank):
                 seed_generators(spec.seed)
                 workers[role] = construct_worker(spec, context)
             if caught.error is not None:
@@ -308,7 +310,7 @@ class InProcessExecutor(Executor):
                 raise Failure.of(caught.error, role=role, method="__init__", rank=rank).to_error() from caught.error
         name = "+".join(specs)
         host = RankRuntime(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)
-        return _LocalRank(host, stream)
+        return _LocalRank(host, stream, modes)
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> _LocalCall:
         from hf_controller.executors.rank_runtime import CallShare

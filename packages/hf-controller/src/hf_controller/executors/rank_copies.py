@@ -1,4 +1,4 @@
-"""Private state of ranks that share a process: each rank has its own random numbers and copies of objects."""
+"""Private state of ranks that share a process: each has its own random numbers, torch modes and copies of objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.random import mtrand
 
 from hf_protocols.foreign_code import Caught
 
-__all__ = ["RandomStream", "copy_object"]
+__all__ = ["RandomStream", "TorchModes", "copy_object"]
 
 
 class RandomStream:
@@ -49,6 +49,30 @@ class RandomStream:
         if self._device != "cpu" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             states[self._device] = torch.cuda.get_rng_state(self._device)
         return states
+
+
+class TorchModes:
+    """Torch's modes as one rank has them: those of a process that has just started, and then as its methods left them.
+
+    Args:
+        device: the rank's device.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._kind = device.partition(":")[0]
+        self._has_gradients = True
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block nothing is known of the program's `inference_mode`, `no_grad` and `autocast`."""
+        import torch
+
+        off = torch.autocast("cpu", enabled=False), torch.autocast(self._kind, enabled=False)
+        with torch.inference_mode(False), off[0], off[1], torch.set_grad_enabled(self._has_gradients):
+            try:
+                yield
+            finally:
+                self._has_gradients = torch.is_grad_enabled()
 
 
 class _NumpyRandom(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.backends.base import LossFunction, Metrics, TrainConfig
+from hf_engine.backends.gradients import with_gradients
 from hf_engine.training.loss import StepLoss
 from hf_engine.training.micro_batches import measure_work
 from hf_engine.training.outputs import OutputRequest
@@ -161,6 +162,7 @@ class TrainSteps(KeepsState):
         """Sum and metrics of this rank's rows, where ranks without a loss function have them too."""
         return loss.total, loss.metrics
 
+    @with_gradients()
     def _accumulate(
         self, method: str, batch: TensorDict, loss_fn: LossFunction, denominator: float, request: OutputRequest
     ) -> Metrics:

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicS
 from hf_engine.backends.base import SamplingParams
 from hf_engine.backends.build_arguments import check_rollout_arguments
 from hf_engine.backends.closed import Closed
+from hf_engine.backends.gradients import with_gradients
 from hf_engine.backends.jagged import Ragged
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory, errors_of
@@ -81,6 +82,7 @@ class TransformersBackend:
         self._has_weights = True
 
     @classmethod
+    @with_gradients()
     def build(
         cls,
         model: str | Path,

@@ -23,6 +23,7 @@ from hf_engine.agreement import together
 from hf_engine.backends.base import Head, LossFunction, TrainConfig
 from hf_engine.backends.build_arguments import check_data_parallel, check_train_arguments, require_head
 from hf_engine.backends.closed import Closed
+from hf_engine.backends.gradients import with_gradients
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, check_export_dtype
 from hf_engine.models.attention import choose_attention
@@ -112,6 +113,7 @@ class FsdpBackend(TrainSteps):
         """Weights that a scoring has kept. `state_dict()` of the model would free them behind this note."""
 
     @classmethod
+    @with_gradients()
     def build(
         cls,
         model: str | Path,

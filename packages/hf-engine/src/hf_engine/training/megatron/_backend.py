@@ -16,6 +16,7 @@ from hf_engine.agreement import together
 from hf_engine.backends.base import Head, LossFunction, Metrics, TrainConfig
 from hf_engine.backends.build_arguments import check_train_arguments
 from hf_engine.backends.closed import Closed
+from hf_engine.backends.gradients import with_gradients
 from hf_engine.model_directory import (
     ExportDtype,
     ExportSource,
@@ -81,6 +82,7 @@ class MegatronBackend(TrainSteps):
         self._stage = PipelineStage(model, groups, config, head=head, trainable=trainable, device=self._device)
 
     @classmethod
+    @with_gradients()
     def build(
         cls,
         model: str | Path,
