@@ -55,7 +55,10 @@ def split(whole: TensorDict, parts: list[list[int]]) -> Source:
     return Source(
         [
             encode_batch(
-                whole[torch.tensor(part)], STORE, selection=RowSelection.from_rows(part), input_rows=len(whole)
+                whole[torch.tensor(part, dtype=torch.int64)],
+                STORE,
+                selection=RowSelection.from_rows(part),
+                input_rows=len(whole),
             )
             for part in parts
         ]
@@ -184,6 +187,22 @@ def test_no_rows_are_an_empty_batch_of_the_same_kind():
     got = read(Leaf(split(whole, [[0], [1]])), [])
     assert got.batch_size == (0,)
     assert {name: column.dtype for name, column in got.items()} == {name: c.dtype for name, c in whole.items()}
+
+
+@pytest.mark.parametrize("store", [STORE, FarStore()], ids=["near", "far"])
+@pytest.mark.parametrize("lengths", [[], [0, 0], [2, 0, 3]])
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "permuted"])
+def test_all_rows_of_one_shard_are_the_whole(lengths, order, store):
+    whole = batch(lengths) if lengths else batch([1])[:0]
+    rows = list(range(len(lengths)))
+    tree = Leaf(split(whole, [rows[::order]]))
+    reader = BatchReader(store, 1.0)
+    reader.look_up([tree])
+    for wanted in (rows, rows[::-1]):
+        for columns in (tuple(whole.keys()), ("row", "tokens", "vectors")):
+            found = reader.read(tree, RowSelection.from_rows(wanted), columns)
+            assert_equal(found, whole.select(*columns), wanted)
+            assert found["vectors"].offsets() is found["tokens"].offsets()
 
 
 def test_bytes_are_counted_for_the_rows_that_are_read():

@@ -156,6 +156,8 @@ class BatchReader:
         return taken
 
     def _build(self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]]) -> torch.Tensor:
+        if len(taken) == 1 and taken[0].rows == RowSelection.range(0, taken[0].shard.num_rows):
+            return self._build_whole(taken[0], held[0][0])
         assembly, firsts = self._assemble(taken, held)
         arrays = [held[first][0].values(taken[first].name) for first in firsts]
         lengths = [
@@ -170,6 +172,12 @@ class BatchReader:
         values, shape = assembly.build_jagged(arrays, lengths, self._shapes)
         self.bytes_read += values.nbytes
         return shape.fill(values)
+
+    def _build_whole(self, taken: ColumnRead, cached: CachedShard) -> torch.Tensor:
+        """All rows of a shard in their order."""
+        values, position = cached.values(taken.name), taken.column.lengths
+        self.bytes_read += values.nbytes
+        return values[:] if position is None else self._shapes.of(cached.lengths(position)).fill(values)
 
     def _assemble(
         self, taken: Sequence[ColumnRead], held: Sequence[tuple[CachedShard, RowSelection]]

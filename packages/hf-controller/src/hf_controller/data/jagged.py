@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import cache
+from hashlib import blake2b
 from typing import NamedTuple
 
 import torch
@@ -33,17 +34,15 @@ class JaggedShapes:
     """
 
     def __init__(self) -> None:
-        self._known: list[JaggedShape] = []
+        self._known: dict[bytes, JaggedShape] = {}
 
     def of(self, lengths: torch.Tensor) -> JaggedShape:
-        """The shape of rows of `lengths`, an integer [rows]."""
-        offsets = compute_offsets(lengths)
-        for shape in self._known:
-            if torch.equal(shape.offsets, offsets):
-                return shape
-        shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
-        self._known.append(JaggedShape(offsets, shortest, longest))
-        return self._known[-1]
+        """The shape of rows of `lengths`, int32 [rows]."""
+        key = blake2b(lengths.numpy().data, digest_size=16).digest()
+        if key not in self._known:
+            shortest, longest = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+            self._known[key] = JaggedShape(compute_offsets(lengths), shortest, longest)
+        return self._known[key]
 
 
 def compute_offsets(lengths: torch.Tensor) -> torch.Tensor:
