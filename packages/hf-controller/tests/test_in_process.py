@@ -99,6 +99,21 @@ class ModalWorker(Worker):
     def modes(self):
         return read_modes()
 
+    @register(protocol=DP, returns="object")
+    def train_in_autocast(self, batch, given):
+        """Losses of steps that each cast the weights, which the step before has changed, and a plain argument."""
+        losses = []
+        for _ in range(3):
+            with torch.autocast("cpu"):
+                loss = (self.model(batch["x"]) * given).square().mean()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+            losses.append((loss.item(), str(loss.dtype)))
+        return losses
+
 
 @pytest.mark.parametrize(
     "block",
@@ -119,6 +134,23 @@ def test_a_rank_knows_nothing_of_the_programs_modes(block):
         again = group.step(made).result()["lost"]
         assert first.dtype == again.dtype == torch.float32
         assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("block", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)])
+def test_a_ranks_own_autocast_is_as_outside_of_the_programs(block):
+    def train():
+        torch.manual_seed(0)
+        group = build(executor, ModalWorker)
+        given = torch.ones(1)
+        return [group.train_in_autocast(batch(), given).result() for _ in range(2)]
+
+    with InProcessExecutor() as executor:
+        expected = train()
+        with block():
+            found = train()
+    assert found == expected
+    losses = [loss for call in found for loss, _ in call]
+    assert losses == sorted(set(losses), reverse=True)
 
 
 def test_a_rank_keeps_the_mode_that_it_set():

@@ -103,6 +103,29 @@ def test_buffers_may_be_enlarged_between_runs(ranks2):
         assert before == after > 40 * 30 * 4
 
 
+def run_in_and_out_of_inference_mode(blocks, verifies):
+    """Buffers and views that one run leaves serve the next one; what is written is of no mode."""
+    rank = dist.get_rank()
+    full = numbered_weights(SHARDED)
+    source, target = fsdp_layout(SHARDED, range(2)), replicated_layout(SHARDED, range(2))
+    with torch.inference_mode(blocks[0]):
+        executor = ReshardExecutor(plan_reshard(source, target), bucket_bytes=256, verify_transfers=verifies)
+    shards, weights = cut_weights(source, rank, full), empty_weights(target, rank)
+    for inside in blocks:
+        for parts in weights.values():
+            parts[0].zero_()
+        with torch.inference_mode(inside):
+            executor.run(shards, weights)
+        assert_same(weights, cut_weights(target, rank, full))
+    return True
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+@pytest.mark.parametrize("blocks", [(True, False, True), (False, True, False)], ids=["first in", "first out"])
+def test_runs_in_and_out_of_inference_mode_are_alike(ranks2, blocks, verifies):
+    assert ranks2.run(run_in_and_out_of_inference_mode, blocks, verifies) == [True, True]
+
+
 def cast_on_the_way():
     rank, world_size = dist.get_rank(), dist.get_world_size()
     full = numbered_weights(SHARDED)

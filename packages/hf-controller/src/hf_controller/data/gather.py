@@ -177,6 +177,7 @@ class BatchReader:
         """All rows of a shard in their order."""
         values, position = cached.values(taken.name), taken.column.lengths
         self.bytes_read += values.nbytes
+        # Each reader has its own view: one may ask for its gradient.
         return values[:] if position is None else self._shapes.of(cached.lengths(position)).fill(values)
 
     def _assemble(

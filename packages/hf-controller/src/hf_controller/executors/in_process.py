@@ -139,6 +139,16 @@ class _LocalRank(NamedTuple):
     stream: RandomStream
     modes: TorchModes
 
+    def copy_arguments(self, call: Call) -> Call:
+        """A call with this rank's own arguments; raises the errors of `_copy_arguments`."""
+        with self.modes.entered():
+            return _copy_arguments(call)
+
+    def close(self) -> None:
+        """Closes the workers."""
+        with self.stream.drawn(), self.modes.entered():
+            self.host.close()
+
     def run(self, call: Call, share: CallShare) -> tuple[Outcome, CallReport]:
         with self.stream.drawn(), self.modes.entered():
             outcome, report = self.host.run(call, share)
@@ -165,8 +175,8 @@ class InProcessExecutor(Executor):
 
     A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
     destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
-    methods only: a collective raises at once. As on Ray, methods compute gradients where the program is in a block
-    without them, such as `torch.inference_mode()`. An exception is raised, as on Ray, when the result is requested; its
+    methods only: a collective raises at once. As on Ray, methods are not in the program's `torch.inference_mode()`,
+    `no_grad()` or `autocast()`. An exception is raised, as on Ray, when the result is requested; its
     cause is the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
     environment.
 
@@ -251,7 +261,7 @@ class InProcessExecutor(Executor):
         ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
         self._failed = {group: each for group, each in self._failed.items() if group in self._hosts}
         for rank in ranks.values():
-            rank.host.close()
+            rank.close()
         self._leave_default_group()
 
     def _join_default_group(self, pool: ResourcePool, roles: Sequence[str]) -> None:
@@ -321,12 +331,13 @@ class InProcessExecutor(Executor):
             raise self._failed[group].to_error() from self._failed[group].exception
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
-        copies = {rank: _copy_arguments(call) for rank, call in calls.items()}
+        hosts = self._hosts[group]
+        copies = {rank: hosts[rank].copy_arguments(call) for rank, call in calls.items()}
         share = CallShare(spec, group.topology)
         with _ranks_in_turn(group.world_size) as acting:
             for rank, call in copies.items():
                 with self._guard.watching(), acting(rank):
-                    outcomes[rank], reports[rank] = self._hosts[group][rank].run(call, share)
+                    outcomes[rank], reports[rank] = hosts[rank].run(call, share)
                 failure = reports[rank].failure
                 if failure is not None:
                     _raise_interrupt(failure)

@@ -7,11 +7,14 @@ import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.random import mtrand
 
 from hf_protocols.foreign_code import Caught
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["RandomStream", "TorchModes", "copy_object"]
 
@@ -52,7 +55,7 @@ class RandomStream:
 
 
 class TorchModes:
-    """Torch's modes as one rank has them: those of a process that has just started, and then as its methods left them.
+    """Torch's switch for gradients on one rank: on at first, and then as the rank's methods left it.
 
     Args:
         device: the rank's device.
@@ -64,15 +67,42 @@ class TorchModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block nothing is known of the program's `inference_mode`, `no_grad` and `autocast`."""
+        """Within the block torch is not in the `inference_mode`, `no_grad` or `autocast` of the program."""
         import torch
 
-        off = torch.autocast("cpu", enabled=False), torch.autocast(self._kind, enabled=False)
-        with torch.inference_mode(False), off[0], off[1], torch.set_grad_enabled(self._has_gradients):
+        with _without_autocast(self._kind), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
             try:
                 yield
             finally:
                 self._has_gradients = torch.is_grad_enabled()
+
+
+@contextmanager
+def _without_autocast(kind: str) -> Iterator[None]:
+    """Switches the program's autocast off, and its cache: torch empties it at the end of the outermost autocast only.
+
+    A nested `torch.autocast(enabled=False)` would leave weights in that cache that a method casts and then trains.
+    """
+    import torch
+
+    if not torch.is_autocast_enabled(kind):
+        yield
+        return
+    before = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+    default = torch.bfloat16 if kind == "cpu" else torch.float16
+    _set_autocast(kind, is_on=False, dtype=default, has_cache=False)
+    try:
+        yield
+    finally:
+        _set_autocast(kind, is_on=True, dtype=before[0], has_cache=before[1])
+
+
+def _set_autocast(kind: str, *, is_on: bool, dtype: torch.dtype, has_cache: bool) -> None:
+    import torch
+
+    torch.set_autocast_enabled(kind, is_on)
+    torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(has_cache)
 
 
 class _NumpyRandom(NamedTuple):

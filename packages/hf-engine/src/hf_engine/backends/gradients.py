@@ -1,4 +1,4 @@
-"""Gradients in a program's block without them."""
+"""Autograd inside a program's `inference_mode()` or `no_grad()`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["with_gradients"]
 
 @contextmanager
 def with_gradients() -> Iterator[None]:
-    """Within the block torch computes gradients, also if the program is inside `inference_mode()` or `no_grad()`.
+    """Within the block torch computes gradients, although the program may be in one of these modes.
 
-    Tensors that are made there can be trained and written later; those of inference mode can be neither.
+    Tensors made there can be trained, and written later. Those made in inference mode can be neither outside of it.
     """
     with torch.inference_mode(False), torch.enable_grad():
         yield

@@ -175,6 +175,7 @@ class HybridEngine:
         if self._proof is not None:
             self._proof.check()
 
+    @torch.inference_mode(False)  # what the first entry allocates is written by later ones, outside of that mode
     def _enter(self) -> None:
         """Moves the weights. Where that fails on all ranks, the next entry sends them again, under the same version."""
         start = time.perf_counter()
@@ -240,6 +241,7 @@ class HybridEngine:
             refuse_versions(version, None, range(dist.get_world_size()))
         return checked, WeightNeed(agreement.highest)
 
+    @torch.inference_mode(False)
     def _leave_after(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Leaves a block; an error of the block is never replaced by an error of moving the weights back."""
         self._is_generating = False

@@ -129,10 +129,11 @@ class _Pieces:
         parts = [views.at(piece.region) for piece in self._pieces]
         if self._buffer is not buffer:
             self._buffer = buffer
-            self._places = [
-                buffer[piece.start : piece.stop].view(dtype).view(part.shape)
-                for piece, part in zip(self._pieces, parts, strict=True)
-            ]
+            with torch.inference_mode(False):  # a view of another dtype that is made in that mode belongs to it
+                self._places = [
+                    buffer[piece.start : piece.stop].view(dtype).view(part.shape)
+                    for piece, part in zip(self._pieces, parts, strict=True)
+                ]
         return zip(self._places, parts, strict=True)
 
 

@@ -74,6 +74,7 @@ class Staging:
             os.close(self._file)
             self._file = None
 
+    @torch.inference_mode(False)  # the memory is written again outside of that mode
     def _reserve(self, num_bytes: int) -> None:
         if self._file is None:
             self._file = os.memfd_create("hf-engine-staging", os.MFD_CLOEXEC)

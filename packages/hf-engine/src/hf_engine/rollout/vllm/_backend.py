@@ -14,6 +14,7 @@ import torch.distributed as dist
 from hf_engine.agreement import together
 from hf_engine.backends.base import SamplingParams
 from hf_engine.backends.build_arguments import check_rollout_arguments
+from hf_engine.backends.gradients import with_gradients
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.backends.versions import VLLM
 from hf_engine.model_directory import ModelDirectory
@@ -66,6 +67,7 @@ class VllmBackend:
         self._state = WeightState(layout)
 
     @classmethod
+    @with_gradients()
     def build(
         cls,
         model: str | Path,

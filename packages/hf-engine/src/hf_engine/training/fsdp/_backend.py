@@ -213,6 +213,7 @@ class FsdpBackend(TrainSteps):
         """Adds each value over the data-parallel ranks."""
         return sum_over_group(values, self._group, self._device)
 
+    @with_gradients()
     def load_hf(self, directory: str | Path) -> None:
         """Replaces the weights by those of a Hugging Face directory; see `TrainBackend.load_hf`."""
         self._offloaded.require_all("load_hf")

@@ -33,7 +33,8 @@ def run_forward(
         assert non_loss_data
         return compute(micro_batch, hidden)
 
-    with torch.no_grad():
+    # Buffers that megatron-core keeps are written in training, too, which tensors of inference mode cannot be.
+    with torch.inference_mode(False), torch.no_grad():
         return _run(model, micro_batches, finish, window, device, forward_only=True, collect_non_loss_data=True)
 
 
