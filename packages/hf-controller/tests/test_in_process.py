@@ -105,13 +105,14 @@ class ModalWorker(Worker):
         losses = []
         for _ in range(3):
             with torch.autocast("cpu"):
-                loss = (self.model(batch["x"]) * given).square().mean()
+                found = self.model(batch["x"])
+                loss = (found * given).square().mean()
             loss.backward()
             with torch.no_grad():
                 for parameter in self.model.parameters():
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
-            losses.append((loss.item(), str(loss.dtype)))
+            losses.append((loss.item(), str(found.dtype)))
         return losses
 
 
@@ -136,7 +137,18 @@ def test_a_rank_knows_nothing_of_the_programs_modes(block):
         assert torch.equal(first, again)
 
 
-@pytest.mark.parametrize("block", [torch.inference_mode, lambda: torch.autocast("cpu", dtype=torch.float16)])
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize(
+    "block",
+    [
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", dtype=torch.float16),
+        lambda: torch.autocast("cpu", enabled=False),
+        lambda: torch.autocast("cpu", cache_enabled=False),
+        lambda: torch.autocast("cuda"),
+    ],
+    ids=["inference_mode", "float16", "off", "no cache", "another device"],
+)
 def test_a_ranks_own_autocast_is_as_outside_of_the_programs(block):
     def train():
         torch.manual_seed(0)

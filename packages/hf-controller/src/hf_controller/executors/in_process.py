@@ -146,7 +146,7 @@ class _LocalRank(NamedTuple):
 
     def close(self) -> None:
         """Closes the workers."""
-        with self.stream.drawn(), self.modes.entered():
+        with self.modes.entered():
             self.host.close()
 
     def run(self, call: Call, share: CallShare) -> tuple[Outcome, CallReport]:
@@ -316,7 +316,8 @@ class InProcessExecutor(Executor):
                 seed_generators(spec.seed)
                 workers[role] = construct_worker(spec, context)
             if caught.error is not None:
-                close_workers(workers, rank)
+                with modes.entered():
+                    close_workers(workers, rank)
                 raise Failure.of(caught.error, role=role, method="__init__", rank=rank).to_error() from caught.error
         name = "+".join(specs)
         host = RankRuntime(pool=pool.name, name=name, rank=rank, workers=workers, specs=specs, store=self._store)

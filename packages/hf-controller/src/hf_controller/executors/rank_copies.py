@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +62,7 @@ class TorchModes:
     """
 
     def __init__(self, device: str) -> None:
-        self._kind = device.partition(":")[0]
+        self._kinds = {"cpu", device.partition(":")[0]}
         self._has_gradients = True
 
     @contextmanager
@@ -70,7 +70,7 @@ class TorchModes:
         """Within the block torch is not in the `inference_mode`, `no_grad` or `autocast` of the program."""
         import torch
 
-        with _without_autocast(self._kind), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
+        with _without_autocast(self._kinds), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
             try:
                 yield
             finally:
@@ -78,31 +78,42 @@ class TorchModes:
 
 
 @contextmanager
-def _without_autocast(kind: str) -> Iterator[None]:
-    """Switches the program's autocast off, and its cache: torch empties it at the end of the outermost autocast only.
+def _without_autocast(kinds: Collection[str]) -> Iterator[None]:
+    """Leaves the program's blocks of autocast, so that a method's own is the outermost.
 
-    A nested `torch.autocast(enabled=False)` would leave weights in that cache that a method casts and then trains.
+    Torch keeps the weights that it casts until the outermost block ends, even if that one is off or of another kind of
+    device: a method that trains inside of it would go on with the weights of its first step.
     """
     import torch
 
-    if not torch.is_autocast_enabled(kind):
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    if not depth:
         yield
         return
-    before = torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
-    default = torch.bfloat16 if kind == "cpu" else torch.float16
-    _set_autocast(kind, is_on=False, dtype=default, has_cache=False)
+    before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    has_cache = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    for kind in kinds:
+        _set_autocast(kind, is_on=False, dtype=torch.bfloat16 if kind == "cpu" else torch.float16)
+    torch.set_autocast_cache_enabled(True)
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
     try:
         yield
     finally:
-        _set_autocast(kind, is_on=True, dtype=before[0], has_cache=before[1])
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
+        torch.set_autocast_cache_enabled(has_cache)
+        for kind, (is_on, dtype) in before.items():
+            _set_autocast(kind, is_on=is_on, dtype=dtype)
 
 
-def _set_autocast(kind: str, *, is_on: bool, dtype: torch.dtype, has_cache: bool) -> None:
+def _set_autocast(kind: str, *, is_on: bool, dtype: torch.dtype) -> None:
     import torch
 
     torch.set_autocast_enabled(kind, is_on)
     torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(has_cache)
 
 
 class _NumpyRandom(NamedTuple):

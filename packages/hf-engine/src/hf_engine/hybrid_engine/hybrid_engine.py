@@ -86,6 +86,7 @@ class HybridEngine:
         ReshardError: if names or shapes of the two differ, or the rollout's tensors do not match its layout.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         train: TrainBackend,

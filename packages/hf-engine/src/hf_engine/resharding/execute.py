@@ -423,6 +423,7 @@ def as_parts(weights: Weights) -> Parts:
     return {name: _as_list(tensors) for name, tensors in weights.items()}
 
 
+@torch.inference_mode(False)  # buffers are written again outside of that mode
 def _enlarge(buffers: Buffers, num_slots: int, sizes: Sequence[int], device: torch.device | str) -> None:
     while len(buffers) < num_slots:
         buffers.append([torch.empty(0, dtype=torch.uint8, device=device) for _ in sizes])

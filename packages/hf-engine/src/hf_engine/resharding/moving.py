@@ -175,6 +175,7 @@ class ShardMover:
             for destination, origin in self._kept[name]:
                 self.wanted.at(destination).copy_(self.held.at(origin))
 
+    @torch.inference_mode(False)  # copies are written again outside of that mode
     def empty(self, names: Iterable[str]) -> None:
         """Empties the training storages whose parameters have all been kept and sent."""
         for key in self._finish(names, self._done):
