@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -77,16 +79,39 @@ def test_one_rank_trains_with_fsdp(model):
 
 
 def read_modes():
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    return *modes, str(torch.zeros(1).dtype), str(torch.zeros(1).device)
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def default_device(device):
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 class ModalWorker(Worker):
     """Trains with torch's modes as it finds them."""
 
-    def __init__(self, context, gradients=True):
+    def __init__(self, context, gradients=True, dtype=torch.float32, device=None):
         super().__init__(context)
         self.model = torch.nn.Linear(3, 1)
         torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        if device is not None:
+            torch.set_default_device(device)
 
     @register(protocol=DP)
     def step(self, batch):
@@ -118,8 +143,15 @@ class ModalWorker(Worker):
 
 @pytest.mark.parametrize(
     "block",
-    [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", dtype=torch.bfloat16)],
-    ids=["inference_mode", "no_grad", "autocast"],
+    [
+        torch.inference_mode,
+        torch.no_grad,
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        lambda: default_dtype(torch.float64),
+        lambda: default_device("meta"),
+        lambda: torch.device("meta"),
+    ],
+    ids=["inference_mode", "no_grad", "autocast", "dtype", "device", "device block"],
 )
 def test_a_rank_knows_nothing_of_the_programs_modes(block):
     tokens = torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged)
@@ -130,7 +162,7 @@ def test_a_rank_knows_nothing_of_the_programs_modes(block):
             group = build(executor, ModalWorker)
             made = executor.put(rows)
             first = group.step(made).result()["lost"]
-            assert group.modes().result() == [(True, False, False)]
+            assert group.modes().result() == [(True, False, False, "torch.float32", "cpu")]
             assert read_modes() == outside
         again = group.step(made).result()["lost"]
         assert first.dtype == again.dtype == torch.float32
@@ -165,14 +197,56 @@ def test_a_ranks_own_autocast_is_as_outside_of_the_programs(block):
     assert losses == sorted(set(losses), reverse=True)
 
 
-def test_a_rank_keeps_the_mode_that_it_set():
-    with InProcessExecutor() as executor:
-        spec = WorkerSpec(worker=ModalWorker, topology=ONE, kwargs={"gradients": False})
+@pytest.mark.parametrize("block", [nullcontext, lambda: default_dtype(torch.bfloat16), lambda: torch.device("meta")])
+def test_a_rank_keeps_the_modes_that_it_set(block):
+    kwargs = {"gradients": False, "dtype": torch.float64, "device": "meta"}
+    with InProcessExecutor() as executor, block():
+        outside = read_modes()
+        spec = WorkerSpec(worker=ModalWorker, topology=ONE, kwargs=kwargs)
         quiet = executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})["model"]
         other = build(executor, ModalWorker)
-        assert torch.is_grad_enabled()
-        assert quiet.modes().result() == [(False, False, False)]
-        assert other.modes().result() == [(True, False, False)]
+        assert quiet.modes().result() == [(False, False, False, "torch.float64", "meta")]
+        assert other.modes().result() == [(True, False, False, "torch.float32", "cpu")]
+        assert read_modes() == outside
+
+
+class KeepingWorker(Worker):
+    needs_process_group = False
+
+    def __init__(self, context, kept):
+        super().__init__(context)
+        kept.append(context.role)
+        self.kept = kept
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def list_kept(self):
+        return self.kept
+
+
+def build_keeping(executor, kept, roles=("keeper",)):
+    spec = WorkerSpec(worker=KeepingWorker, topology=ONE, kwargs={"kept": kept})
+    return executor.build_groups(ResourcePool([1], device="cpu"), dict.fromkeys(roles, spec))
+
+
+def test_a_rank_has_constructor_arguments_of_its_own():
+    kept = [torch.ones(2)]
+    with InProcessExecutor() as executor:
+        groups = build_keeping(executor, kept, ("first", "second"))
+        kept[0].zero_()
+        kept.append("later")
+        found = {role: group.list_kept().result()[0] for role, group in groups.items()}
+    assert {role: (own.tolist(), *others) for role, (own, *others) in found.items()} == {
+        "first": ([1.0, 1.0], "first"),
+        "second": ([1.0, 1.0], "second"),
+    }
+
+
+def test_a_constructor_argument_that_cannot_be_copied_is_named():
+    with (
+        InProcessExecutor() as executor,
+        pytest.raises(ProtocolError, match="keeper: KeepingWorker: the argument kept, a list, cannot be copied"),
+    ):
+        build_keeping(executor, [threading.Lock()])
 
 
 def test_a_breakpoint_stops_in_the_method(model, monkeypatch):

@@ -1,8 +1,8 @@
-"""Training and generation inside a program's `inference_mode()` and `no_grad()`."""
+"""Training and generation inside a program's `inference_mode()` and `no_grad()`, and with its default dtype."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -10,12 +10,30 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
-from hf_protocols import GenerationSpec, ParallelSpec, Topology
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 STAGES = ("build", "generate", "score", "train", "step", "reload", "load")
-BLOCKS = {"inference_mode": torch.inference_mode, "no_grad": torch.no_grad}
+
+
+@contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+BLOCKS = {
+    "inference_mode": torch.inference_mode,
+    "no_grad": torch.no_grad,
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "float64": partial(default_dtype, torch.float64),
+}
 VOCAB_SIZE = 63
 """An odd number: of two ranks one holds padding."""
 
@@ -69,7 +87,46 @@ def train_twice(kind, model, sizes, name, *inside):
 def test_a_programs_block_changes_no_result(ranks1, ranks2, model, kind, sizes):
     run = partial((ranks2 if sizes else ranks1).run, train_twice, kind, model, sizes)
     plain = run("no_grad", (), ())
-    assert run("no_grad", STAGES, STAGES) == plain
+    for name in ("no_grad", "bfloat16", "float64"):
+        assert run(name, STAGES, STAGES) == plain, name
     # What one iteration leaves must be of use in the other.
     for first, second in ((STAGES, ()), ((), STAGES), *(((stage,), ()) for stage in STAGES)):
         assert run("inference_mode", first, second) == plain, (first, second)
+
+
+def step_often(kind, model, dtype):
+    """Sums of the weights after more steps than a bfloat16 can count."""
+    topology = Topology(ParallelSpec())
+    batch = build_batch(1, vocab_size=VOCAB_SIZE, seed=0)
+    config = TrainConfig(learning_rate=1e-4, betas=(0.9, 0.999))
+    with default_dtype(dtype):
+        train = load_train_backend(kind).build(model, topology=topology, config=config)
+        for _ in range(260):
+            train.forward_backward(batch, loss, 10.0)
+            train.optim_step()
+        weights = as_parts(train.local_weights()).values()
+        found = [part.double().sum().item() for parts in weights for part in parts]
+    train.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "megatron"])
+def test_a_programs_dtype_does_not_count_steps(ranks1, tmp_path, kind):
+    model = str(write_tiny_model(tmp_path / "model", vocab_size=VOCAB_SIZE, num_hidden_layers=1))
+    plain, found = (ranks1.run(step_often, kind, model, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert found == plain
+
+
+def build_on_meta(kind, model):
+    topology = Topology(ParallelSpec(), GenerationSpec())
+    if kind == "transformers":
+        build = partial(load_rollout_backend(kind).build, model, topology=topology)
+    else:
+        build = partial(load_train_backend(kind).build, model, topology=topology, config=TrainConfig(learning_rate=1.0))
+    with torch.device("meta"), pytest.raises(BackendError, match="default device is 'meta'"):
+        build()
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "megatron", "transformers"])
+def test_a_default_device_is_refused(ranks1, model, kind):
+    ranks1.run(build_on_meta, kind, model)

@@ -120,7 +120,7 @@ def load_generators(states: Mapping[str, Any]) -> None:
     if "torch" in states:
         import torch
 
-        torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8))
+        torch.set_rng_state(torch.tensor(list(bytes.fromhex(states["torch"])), dtype=torch.uint8, device="cpu"))
 
 
 def _is_kept(value: Any) -> bool:

@@ -131,7 +131,7 @@ class AnswerDataset:
         chosen = [self._kept[row] for row in check_rows(indices, len(self))]
         found = list(self._encode(chosen))
         columns = {
-            "row_id": torch.tensor(chosen, dtype=torch.int64),
+            "row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
             "prompt_ids": build_jagged([each.prompt for each in found], torch.int64),
             "response_ids": build_jagged([each.response for each in found], torch.int64),
             "response_mask": build_jagged([each.mask for each in found], torch.bool),

@@ -149,10 +149,10 @@ class PromptDataset:
         chosen = self._checked(indices)
         rows = [self._rows[number] for number in chosen]
         columns = {
-            "row_id": torch.tensor(chosen, dtype=torch.int64),
+            "row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
             "prompt_ids": build_jagged([ids for ids, _ in self._encode(rows, chosen)], torch.int64),
             "answer": build_jagged([(row.answer or "").encode() for row in rows], torch.uint8),
-            "group_id": torch.arange(first_group, first_group + len(chosen)),
+            "group_id": torch.arange(first_group, first_group + len(chosen), device="cpu"),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         if self._has_extra:
@@ -277,4 +277,4 @@ def _name_prompts(epochs: Sequence[int], rows: Sequence[int], attempt: int) -> t
     import torch
 
     names = [(epoch, row, attempt) for epoch, row in zip(epochs, rows, strict=True)]
-    return torch.tensor(names, dtype=torch.int64).reshape(-1, 3)
+    return torch.tensor(names, dtype=torch.int64, device="cpu").reshape(-1, 3)

@@ -18,8 +18,8 @@ def build_jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype)
     """A jagged nested tensor [B, ragged] of `sequences`."""
     import torch
 
-    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64)
-    values = torch.tensor(list(chain.from_iterable(sequences)), dtype=dtype)
+    offsets = torch.tensor(list(accumulate(map(len, sequences), initial=0)), dtype=torch.int64, device="cpu")
+    values = torch.tensor(list(chain.from_iterable(sequences)), dtype=dtype, device="cpu")
     return torch.nested.nested_tensor_from_jagged(values, offsets)
 
 

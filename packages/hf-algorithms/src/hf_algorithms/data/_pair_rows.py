@@ -43,11 +43,11 @@ class PairRowsDataset(PreferenceDataset):
         ids = [self._cut(self._encode(self._rows[row])) for row in chosen]
         responses = [side for _, *sides in ids for side in sides]
         columns = {
-            "row_id": torch.tensor(chosen, dtype=torch.int64).repeat_interleave(2),
+            "row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu").repeat_interleave(2),
             "prompt_ids": build_jagged([prompt for prompt, *_ in ids for _ in range(2)], torch.int64),
             "response_ids": build_jagged(responses, torch.int64),
             "response_mask": build_jagged([[True] * len(side) for side in responses], torch.bool),
-            "group_id": torch.arange(len(chosen)).repeat_interleave(2),
-            "scores": torch.tensor([1.0, 0.0]).repeat(len(chosen)),
+            "group_id": torch.arange(len(chosen), device="cpu").repeat_interleave(2),
+            "scores": torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu").repeat(len(chosen)),
         }
         return TensorDict(columns, batch_size=[2 * len(chosen)])

@@ -217,12 +217,13 @@ class PreferenceDataset:
         chosen = check_rows(indices, len(self))
         rows = [self._rows[row] for row in chosen]
         ids = [self._cut(self._encode(row)) for row in rows]
-        columns = {"row_id": torch.tensor(chosen, dtype=torch.int64)}
+        columns = {"row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu")}
         for place, name in enumerate(("prompt_ids", "response_ids", "rejected_ids")):
             columns[name] = build_jagged([parts[place] for parts in ids], torch.int64)
         signs = [row.unsafe for row in rows]
         if all(each is not None for each in signs):
-            columns["signs"] = torch.tensor([[1.0 if side else -1.0 for side in each or ()] for each in signs])
+            sides = [[1.0 if side else -1.0 for side in each or ()] for each in signs]
+            columns["signs"] = torch.tensor(sides, dtype=torch.float32, device="cpu")
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def _count_tokens(self) -> None:

@@ -116,7 +116,7 @@ class TextBlocks:
         chosen = check_rows(indices, len(self))
         blocks = [self._read_block(number) for number in chosen]
         columns = {
-            "row_id": torch.tensor(chosen, dtype=torch.int64),
+            "row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
             "prompt_ids": build_jagged([each.prompt for each in blocks], torch.int64),
             "response_ids": build_jagged([each.response for each in blocks], torch.int64),
             "response_mask": build_jagged([each.mask for each in blocks], torch.bool),

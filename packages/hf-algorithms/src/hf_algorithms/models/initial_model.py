@@ -340,7 +340,10 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
     )
     with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(llama, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        with torch.device("cpu"):
+            model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                llama, trust_remote_code=False, dtype=torch.float32
+            )
         with without_progress():
             model.save_pretrained(directory)
 

@@ -46,7 +46,7 @@ class JaggedShapes:
 
 def compute_offsets(lengths: torch.Tensor) -> torch.Tensor:
     """int64 [rows + 1], where each row's tokens start."""
-    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    offsets = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=lengths.device)
     torch.cumsum(lengths, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
 
@@ -57,5 +57,5 @@ def _spend_warning() -> None:
     logger = logging.getLogger("torch.fx._symbolic_trace")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    torch.nested.nested_tensor_from_jagged(torch.zeros(1), torch.tensor([0, 1]))
+    torch.nested.nested_tensor_from_jagged(torch.zeros(1, device="cpu"), torch.tensor([0, 1], device="cpu"))
     logger.setLevel(level)

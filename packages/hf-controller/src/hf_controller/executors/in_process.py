@@ -120,16 +120,25 @@ def _copy_arguments(call: Call) -> Call:
         ProtocolError: for one that cannot be copied.
     """
     given = {f"number {number}": value for number, value in enumerate(call.args, 1)} | dict(call.kwargs)
-    copies = []
-    for name, value in given.items():
-        stays = isinstance(value, BatchArgument | StoredArgument)
-        label = f"{call.role}.{call.method}: the argument {name}, a {type(value).__name__}"
-        with raised_as(partial(_describe_uncopied, label)):
-            copies.append(value if stays else copy_object(value))
+    copies = list(_copy_named(f"{call.role}.{call.method}", given).values())
     positional = len(call.args)
     return call._replace(
         args=tuple(copies[:positional]), kwargs=dict(zip(call.kwargs, copies[positional:], strict=True))
     )
+
+
+def _copy_named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies of the arguments of `what` for one rank.
+
+    Raises:
+        ProtocolError: for one that cannot be copied.
+    """
+    copies = {}
+    for name, value in given.items():
+        stays = isinstance(value, BatchArgument | StoredArgument)
+        with raised_as(partial(_describe_uncopied, f"{what}: the argument {name}, a {type(value).__name__}")):
+            copies[name] = value if stays else copy_object(value)
+    return copies
 
 
 class _LocalRank(NamedTuple):
@@ -175,9 +184,10 @@ class InProcessExecutor(Executor):
 
     A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
     destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
-    methods only: a collective raises at once. As on Ray, methods are not in the program's `torch.inference_mode()`,
-    `no_grad()` or `autocast()`. An exception is raised, as on Ray, when the result is requested; its
-    cause is the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
+    methods only: a collective raises at once. As on Ray, a rank has its own copies of a constructor's and a call's
+    arguments. It is not in the program's `torch.inference_mode()`, `no_grad()` or `autocast()`, and does not have the
+    program's default dtype and device. An exception is raised, as on Ray, when the result is requested; its cause is
+    the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
     environment.
 
     Args:
@@ -206,7 +216,11 @@ class InProcessExecutor(Executor):
     def build_groups(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], *, fused: bool = False, wait: bool = True
     ) -> dict[str, WorkerGroup]:
-        """Builds one group per role; see `Executor.build_groups`. All is in one process, ready at once."""
+        """Builds one group per role; see `Executor.build_groups`. All is in one process, ready at once.
+
+        Raises:
+            ProtocolError: for a constructor's argument that cannot be copied, too.
+        """
         self._check_open()
         check_specs(pool, specs, fused=fused)
         self._check_new(pool, specs)
@@ -313,8 +327,9 @@ class InProcessExecutor(Executor):
                 pool=pool.name,
             )
             with Caught(also=(SystemExit,)) as caught, stream.drawn(), modes.entered(), acting(rank):
+                kwargs = _copy_named(f"{role}: {spec.worker.__name__}", spec.kwargs)
                 seed_generators(spec.seed)
-                workers[role] = construct_worker(spec, context)
+                workers[role] = construct_worker(replace(spec, kwargs=kwargs), context)
             if caught.error is not None:
                 with modes.entered():
                     close_workers(workers, rank)

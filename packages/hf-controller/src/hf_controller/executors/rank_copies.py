@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.random import mtrand
@@ -55,7 +55,8 @@ class RandomStream:
 
 
 class TorchModes:
-    """Torch's switch for gradients on one rank: on at first, and then as the rank's methods left it.
+    """Torch's modes and defaults on one rank: gradients, dtype and device as in a new process, and then as the rank's
+    methods left them.
 
     Args:
         device: the rank's device.
@@ -64,17 +65,57 @@ class TorchModes:
     def __init__(self, device: str) -> None:
         self._kinds = {"cpu", device.partition(":")[0]}
         self._has_gradients = True
+        self._defaults: _Defaults | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block torch is not in the `inference_mode`, `no_grad` or `autocast` of the program."""
+        """Within the block torch is not in the `inference_mode`, `no_grad` or `autocast` of the program, and has none
+        of its defaults.
+        """
         import torch
 
+        outside = _Defaults.current()
+        own = self._defaults or _Defaults(torch.float32, torch.device("cpu"))
         with _without_autocast(self._kinds), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
             try:
-                yield
+                with own.entered(outside):
+                    try:
+                        yield
+                    finally:
+                        self._has_gradients = torch.is_grad_enabled()
+                        self._defaults = _Defaults.current()
             finally:
-                self._has_gradients = torch.is_grad_enabled()
+                if self._defaults != outside:
+                    outside.restore()
+
+
+class _Defaults(NamedTuple):
+    """Dtype and device of tensors that are made without one."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def current(cls) -> _Defaults:
+        import torch
+
+        return cls(torch.get_default_dtype(), torch.get_default_device())
+
+    def entered(self, outside: _Defaults) -> AbstractContextManager[object]:
+        """Has torch use these in the place of those outside of a block, whose device costs time in every call."""
+        import torch
+
+        if self.dtype != outside.dtype:
+            torch.set_default_dtype(self.dtype)
+        return nullcontext() if self.device == outside.device else self.device
+
+    def restore(self) -> None:
+        """Has torch use these again in the place of what a rank set."""
+        import torch
+
+        torch.set_default_dtype(self.dtype)
+        if torch.get_default_device() != self.device:
+            torch.set_default_device(None if self.device.type == "cpu" else self.device)
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from hf_engine.backends.base import TrainConfig
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import ParallelSpec, Topology
@@ -26,11 +28,16 @@ def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
 
 
 def check_rollout_arguments(topology: object, seed: object) -> None:
-    """Refuses values of other types as topology or seed.
+    """Refuses values of other types as topology or seed, and a default device: batches are made on the host.
 
     Raises:
         BackendError: naming what was given and what is wanted.
     """
+    if torch.get_default_device().type != "cpu":
+        raise BackendError(
+            f"torch's default device is {show(str(torch.get_default_device()))}, and batches are made on the host. "
+            "Call torch.set_default_device(None); backends move to a device what belongs there"
+        )
     wanted = "a Topology, such as Topology(ParallelSpec(dp_size=2))"
     _check.kind("topology", topology, Topology, wanted)
     _check.kind("seed", seed, int, "a whole number")

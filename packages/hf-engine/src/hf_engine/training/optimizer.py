@@ -42,7 +42,7 @@ class ShardedAdamW:
         for shard in self._shards.values():
             # torch creates moments in its first step; here they can be saved and loaded before.
             moments = {name: torch.zeros_like(shard) for name in ("exp_avg", "exp_avg_sq")}
-            self.adamw.state[shard] = {"step": torch.zeros((), device=shard.device), **moments}
+            self.adamw.state[shard] = {"step": torch.zeros((), dtype=torch.float32, device=shard.device), **moments}
 
     @property
     def next_learning_rate(self) -> float:

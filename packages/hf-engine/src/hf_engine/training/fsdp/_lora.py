@@ -104,7 +104,7 @@ class AdaptedFsdpBackend(FsdpBackend, is_adapted=True):
         generator = torch.Generator().manual_seed(seed)
         try:
             for name in names:
-                whole = torch.randn(self._layout.shapes[name], generator=generator) * std
+                whole = torch.randn(self._layout.shapes[name], generator=generator, dtype=torch.float32) * std
                 (box,) = boxes[name]
                 start = box.offset[0]
                 shards[name].copy_(whole[start : start + box.shape[0]])

@@ -130,7 +130,7 @@ def build_decoder(
         position_embedding_type="rope",
     )
     decoder.to(device)
-    decoder.rotary_pos_emb.inv_freq = torch.tensor(model.inverse_frequencies, device=device)
+    decoder.rotary_pos_emb.inv_freq = torch.tensor(model.inverse_frequencies, dtype=torch.float32, device=device)
     decoder.real_vocab_size = shape.vocab_size
     decoder.padding_id = model.padding_id
     decoder.value_head = None

@@ -63,7 +63,7 @@ class DistributedAdamW:
                 state = inner.optimizer.state[parameter]
                 state.update({name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")})
                 if isinstance(inner.optimizer, torch.optim.AdamW):
-                    state["step"] = torch.zeros(())
+                    state["step"] = torch.zeros((), dtype=torch.float32)
 
     @property
     def next_learning_rate(self) -> float:
