@@ -214,5 +214,3 @@ def _serve(
         except (BrokenPipeError, ConnectionResetError):
             break  # nobody waits any more: the deadline is over
     dist.destroy_process_group()
-    # What the interpreter would tidy up on its way out takes seconds with large libraries loaded.
-    os._exit(0)
