@@ -38,7 +38,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_engine.models.attention import is_capped, keep_cap
-from hf_engine.models.conversions import buffers_in_files, persistent_buffers, read_file_names
+from hf_engine.models.conversions import buffers_in_files, find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.models import ModelShape
@@ -242,9 +242,10 @@ def save_causal_lm(
         dtype: see `TrainBackend.export_hf`.
     """
     source: ExportSource = model.export_source
+    named = {**weights, **persistent_buffers(find_buffer_owners(model))}
     stored = {
         name: tensor.to(getattr(torch, source.dtype_of(name, dtype))) if tensor.is_floating_point() else tensor
-        for name, tensor in revert_weight_conversion(model, {**weights, **persistent_buffers(model)}).items()
+        for name, tensor in revert_weight_conversion(model, named).items()
     }
     generation = getattr(model, "generation_config", None) if head else None
     # transformers reads settings of generation that contradict each other, and refuses to write them.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -13,14 +13,23 @@ from transformers.core_model_loading import PrefixChange, revert_weight_conversi
 
 from hf_engine.models.stacked_experts import FileNames, FilePart, tensors_in_files
 
-__all__ = ["buffers_in_files", "persistent_buffers", "read_file_names"]
+__all__ = ["buffers_in_files", "find_buffer_owners", "persistent_buffers", "read_file_names"]
 
 
-def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """State in the files that no optimizer step changes, by name: live tensors."""
+def find_buffer_owners(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules of a model that have buffers, by name."""
+    return {name: module for name, module in model.named_modules() if module._buffers}
+
+
+def persistent_buffers(owners: Mapping[str, torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """State in the files that no optimizer step changes, by name: live tensors.
+
+    Args:
+        owners: of `find_buffer_owners`; a model has many more modules.
+    """
     return {
         f"{prefix}.{name}".lstrip("."): buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in owners.items()
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
@@ -43,7 +52,7 @@ def read_file_names(model: Any) -> FileNames:
     ]
     if not conversions:
         return {}
-    held = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    held = {**dict(model.named_parameters()), **persistent_buffers(find_buffer_owners(model))}
     whole = {name: torch.empty(tensor.shape, device="meta") for name, tensor in held.items()}
     owners = {_storage_key(tensor): name for name, tensor in whole.items()}
     with _AsViews():
@@ -63,7 +72,7 @@ def read_file_names(model: Any) -> FileNames:
 
 def buffers_in_files(model: Any) -> dict[str, torch.Tensor]:
     """`persistent_buffers` by the names in files."""
-    return tensors_in_files(read_file_names(model), persistent_buffers(model))
+    return tensors_in_files(read_file_names(model), persistent_buffers(find_buffer_owners(model)))
 
 
 class _Converted:

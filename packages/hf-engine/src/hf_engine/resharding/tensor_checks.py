@@ -31,6 +31,8 @@ def check_weights(
     if not isinstance(weights, Mapping):
         raise ReshardError(f"{where} are {show(weights)}. Use a mapping from names to tensors")
     expected = layout.boxes_of(rank)
+    if _fit(weights, expected, getattr(torch, layout.dtype)):
+        return
     problems = []
     if missing := sorted(name for name in expected if name not in weights):
         problems.append(f"missing {describe_names(missing)}")
@@ -48,6 +50,21 @@ def check_weights(
     problems += shorten_list([problem for problem in wrong if problem])
     if problems:
         raise ReshardError(f"{where} do not match the layout: {'; '.join(problems)}{remedy}")
+
+
+def _fit(weights: Mapping[str, object], expected: Mapping[str, Sequence[Box]], dtype: torch.dtype) -> bool:
+    """Returns True if each parameter's tensors have the shapes of its boxes and the dtype."""
+    if weights.keys() != expected.keys():
+        return False
+    for name, boxes in expected.items():
+        tensors = weights[name]
+        parts = tensors if isinstance(tensors, list | tuple) else [tensors]
+        if len(parts) != len(boxes):
+            return False
+        for part, box in zip(parts, boxes, strict=True):
+            if not isinstance(part, torch.Tensor) or part.dtype != dtype or part.shape != box.shape:
+                return False
+    return True
 
 
 def _only_dtype(weights: Sequence[object]) -> str:
@@ -125,16 +142,25 @@ def _lack(tensor: torch.Tensor, *, is_filled: bool = True) -> str:
         return f"is {tensor.layout}, not dense"
     if tensor.is_meta:
         return "is on the meta device and has no memory, which `to_empty` gives"
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size()
-    if is_filled and tensor.numel() and tensor.untyped_storage().nbytes() < needed:
-        return "has no memory: its storage was emptied"
+    if is_filled and tensor.numel():
+        needed = (tensor.storage_offset() + _reach(tensor)) * tensor.element_size()
+        if tensor.untyped_storage().nbytes() < needed:
+            return "has no memory: its storage was emptied"
     return ""
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Elements of its storage from its first element to its last one, if it has any."""
+    if tensor.is_contiguous():
+        return tensor.numel()
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _repeat(tensor: torch.Tensor) -> str:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made under torch.inference_mode: it cannot be written outside of it"
+    if tensor.is_contiguous():
+        return ""
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -168,13 +194,14 @@ def _overlaps(weights: _Tensors) -> Iterator[tuple[str, str]]:
 
 
 def _span(name: str, part: torch.Tensor) -> _MemorySpan:
-    last = sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
     start = part.data_ptr()
-    return _MemorySpan(str(part.device), start, start + (last + 1) * part.element_size(), name, part)
+    return _MemorySpan(str(part.device), start, start + _reach(part) * part.element_size(), name, part)
 
 
 def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
     """The same among tensors whose spans overlap: columns of one matrix share no element."""
+    if len(spans) < 2:
+        return
     found = [
         (second.name, f"shares memory with {show(first.name)} and needs its own")
         for first, second in pairwise(spans)

@@ -25,7 +25,7 @@ from hf_engine.backends.jagged import Ragged
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory, errors_of
 from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, move_to, refuse_lacking
-from hf_engine.models.conversions import persistent_buffers, read_file_names
+from hf_engine.models.conversions import find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.lora import add_adapters, named_parameters
 from hf_engine.models.stacked_experts import layout_in_files, stack_of, tensors_in_files
 from hf_engine.process_groups import local_device
@@ -71,6 +71,7 @@ class TransformersBackend:
         self._cache_bytes = cache_bytes
         self._stop_token_ids = end_of_sequence_ids(model.generation_config, model.config.get_text_config())
         self._parameters: dict[str, torch.nn.Parameter] = named_parameters(model)
+        self._buffer_owners = find_buffer_owners(model)
         self._own = {name: parameter.data for name, parameter in self._parameters.items()}
         self._file_names = read_file_names(model)
         self._views = {name: tensors_in_files(self._file_names, {name: each}) for name, each in self._own.items()}
@@ -186,7 +187,7 @@ class TransformersBackend:
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's persistent buffers; see `SupportsBuffers`."""
-        return tensors_in_files(self._file_names, persistent_buffers(self._model))
+        return tensors_in_files(self._file_names, persistent_buffers(self._buffer_owners))
 
     def adopt_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Uses these tensors in the place of those parameters', without a copy; see `SupportsWeightAdoption`.

@@ -29,7 +29,7 @@ from hf_engine.model_directory import VALUE_HEAD, ExportDtype, ModelDirectory, c
 from hf_engine.models.attention import choose_attention
 from hf_engine.models.causal_lm import find_head_name, save_causal_lm
 from hf_engine.models.classifier import build_by_architecture
-from hf_engine.models.conversions import persistent_buffers, read_file_names
+from hf_engine.models.conversions import find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.lora import check_model_adapters, named_parameters
 from hf_engine.models.stacked_experts import layout_in_files, tensors_in_files
 from hf_engine.process_groups import build_groups, local_device, sum_over_group
@@ -97,7 +97,7 @@ class FsdpBackend(TrainSteps):
         self._root = shard_model(
             model, config, DeviceMesh.from_group(self._group, self._device.type, mesh_dim_names=("dp",))
         )
-        self._parameters = named_parameters(model)
+        self._parameters, self._buffer_owners = named_parameters(model), find_buffer_owners(model)
         self._own = {name: local_shard(parameter) for name, parameter in self._parameters.items()}
         # Of the shards under the names of the modules, which need not be the files'.
         shapes, dtype = shapes_of(self._parameters), str(self._dtype).removeprefix("torch.")
@@ -175,7 +175,7 @@ class FsdpBackend(TrainSteps):
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The model's persistent buffers, whole on every rank; see `SupportsBuffers`."""
-        return tensors_in_files(self._file_names, persistent_buffers(self._model))
+        return tensors_in_files(self._file_names, persistent_buffers(self._buffer_owners))
 
     def padding(self) -> Sequence[torch.Tensor]:
         """Of every parameter of which this rank has no rows: room for as many as the fullest rank has."""
@@ -220,7 +220,8 @@ class FsdpBackend(TrainSteps):
         with together("nothing was loaded", self._group):
             check_directory(directory)
             loaded, has_head = load_with_head(Path(directory), self._dtype, self._head, *self._adapting)
-            full, buffers, own = named_parameters(loaded), persistent_buffers(loaded), persistent_buffers(self._model)
+            full, buffers = named_parameters(loaded), persistent_buffers(find_buffer_owners(loaded))
+            own = persistent_buffers(self._buffer_owners)
             check_same_shapes({**self._layout.shapes, **shapes_of(own)}, full | buffers, directory)
         full.pop("" if has_head else self._head_name, None)
         boxes = self._layout.boxes_of(dist.get_rank())
