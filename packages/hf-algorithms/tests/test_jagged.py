@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_algorithms.jagged import decode_text, list_rows, pad_rows, to_jagged, unpad_rows
+from hf_algorithms.jagged import decode_text, encode_text, list_rows, pad_rows, to_jagged, unpad_rows
 
 
 def test_padding_and_back_keeps_every_row() -> None:
@@ -42,8 +42,18 @@ def test_a_dense_column_is_left_alone() -> None:
 
 def test_texts_come_back_from_their_bytes() -> None:
     texts = ["122", "", "zw\u00f6lf \u20ac"]
-    column = to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
-    assert decode_text(column) == texts
+    by_hand = to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
+    column = encode_text(texts)
+    assert column.dtype == torch.uint8
+    assert [row.tolist() for row in column.unbind()] == [row.tolist() for row in by_hand.unbind()]
+    assert decode_text(by_hand) == decode_text(column) == texts
+    assert decode_text(encode_text(["", ""])) == ["", ""]
+
+
+def test_texts_are_read_wherever_their_bytes_stand() -> None:
+    values = torch.tensor(list(b"ab-cd-"), dtype=torch.uint8)
+    column = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 3, 6]), torch.tensor([2, 2]))
+    assert decode_text(column) == ["ab", "cd"]
 
 
 def test_rows_are_listed_wherever_their_values_stand() -> None:

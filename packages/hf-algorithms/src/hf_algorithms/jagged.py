@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +51,20 @@ def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def decode_text(column: torch.Tensor) -> list[str]:
     """The texts of a jagged column of UTF-8 bytes."""
-    return [bytes(row).decode("utf-8") for row in list_rows(column)]
+    values, starts, lengths = read_rows(column)
+    flat = values.cpu().numpy().tobytes()
+    spans = zip(starts.tolist(), lengths.tolist(), strict=True)
+    return [flat[start : start + length].decode() for start, length in spans]
 
 
 def encode_text(texts: Sequence[str]) -> torch.Tensor:
     """A jagged column of UTF-8 bytes, which `decode_text` reads."""
-    return to_jagged([torch.tensor(list(text.encode()), dtype=torch.uint8) for text in texts])
+    rows = [text.encode() for text in texts]
+    flat = bytearray(b"".join(rows))
+    values = torch.frombuffer(flat, dtype=torch.uint8) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
+    offsets = torch.tensor(list(accumulate(map(len, rows), initial=0)), dtype=torch.int64, device="cpu")
+    column: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+    return column
 
 
 def list_rows(column: torch.Tensor) -> list[list[Any]]:

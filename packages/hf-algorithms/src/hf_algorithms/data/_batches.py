@@ -146,17 +146,19 @@ class PromptDataset:
         import torch
         from tensordict import TensorDict
 
+        from hf_algorithms.jagged import encode_text
+
         chosen = self._checked(indices)
         rows = [self._rows[number] for number in chosen]
         columns = {
             "row_id": torch.tensor(chosen, dtype=torch.int64, device="cpu"),
             "prompt_ids": build_jagged([ids for ids, _ in self._encode(rows, chosen)], torch.int64),
-            "answer": build_jagged([(row.answer or "").encode() for row in rows], torch.uint8),
+            "answer": encode_text([row.answer or "" for row in rows]),
             "group_id": torch.arange(first_group, first_group + len(chosen), device="cpu"),
             "prompt_id": _name_prompts(epochs or [0] * len(chosen), chosen, attempt),
         }
         if self._has_extra:
-            columns["row_extra"] = build_jagged([self._encode_extra(row) for row in rows], torch.uint8)
+            columns["row_extra"] = encode_text([self._encode_extra(row) for row in rows])
         return TensorDict(columns, batch_size=[len(chosen)])
 
     def supervised(self, indices: Iterable[int], *, max_response_tokens: int) -> TensorDict:
@@ -247,9 +249,9 @@ class PromptDataset:
     def _needs_extra(self, row: Row) -> bool:
         return bool(row.columns) or row.answer is None or self._turns.as_chat(row.prompt) is not None
 
-    def _encode_extra(self, row: Row) -> bytes:
+    def _encode_extra(self, row: Row) -> str:
         messages = self._turns.as_chat(row.prompt)
-        return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False).encode()
+        return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False)
 
     def _where(self, number: int) -> str:
         return locate(self._rows, number, source=self.source)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["build_jagged", "check_rows"]
 
 
-def build_jagged(sequences: Sequence[Sequence[int] | bytes], dtype: torch.dtype) -> torch.Tensor:
+def build_jagged(sequences: Sequence[Sequence[int]], dtype: torch.dtype) -> torch.Tensor:
     """A jagged nested tensor [B, ragged] of `sequences`."""
     import torch
 
