@@ -44,6 +44,7 @@ def build_model() -> LlamaForCausalLM:
 
 LOOKED_UP: dict[str, Callable[[], Any]] = {
     "_C": lambda: torch._C,
+    "_GLOBAL_DEVICE_CONTEXT": lambda: torch._GLOBAL_DEVICE_CONTEXT,
     "_attn_implementation": lambda: build_model().config._attn_implementation,
     "_buffers": lambda: torch.nn.Module()._buffers,
     "_cdata": lambda: torch.empty(1).untyped_storage()._cdata,
@@ -51,10 +52,13 @@ LOOKED_UP: dict[str, Callable[[], Any]] = {
     "_foreach_norm": lambda: torch._foreach_norm,
     "_is_stateful": lambda: build_model()._is_stateful,
     "_keys_to_ignore_on_load_unexpected": lambda: hasattr(build_model(), "_keys_to_ignore_on_load_unexpected") or None,
+    "_len_torch_function_stack": lambda: torch._C._len_torch_function_stack,
     "_make_wrapper_subclass": lambda: torch.Tensor._make_wrapper_subclass,
     "_no_split_modules": lambda: build_model()._no_split_modules,
     "_non_persistent_buffers_set": lambda: torch.nn.Module()._non_persistent_buffers_set,
     "_parameters": lambda: torch.nn.Module()._parameters,
+    "_pop_mode": lambda: torch.overrides._pop_mode,
+    "_push_mode": lambda: torch.overrides._push_mode,
     "_ragged_idx": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)._ragged_idx,
     "_version": lambda: torch.empty(1).add_(1)._version,
 }

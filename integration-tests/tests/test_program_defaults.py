@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,23 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-BLOCKS = {
-    "inference_mode": torch.inference_mode(),
-    "float64": default_dtype(torch.float64),
-    "meta": torch.device("meta"),
+@contextmanager
+def default_device(device: str) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+BLOCKS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "inference_mode": torch.inference_mode,
+    "bfloat16": partial(default_dtype, torch.bfloat16),
+    "float64": partial(default_dtype, torch.float64),
+    "device": partial(default_device, "meta"),
+    "device block": partial(torch.device, "meta"),
 }
+"""Of a program that has imported the libraries: tensordict makes tensors when it is imported."""
 
 
 def rate_length(completions: list[str], **_: Any) -> list[float]:
@@ -65,8 +78,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_programs_defaults_change_no_metric(name: str, plain: list[dict[str, Any]], tmp_path: Path) -> None:
-    block: AbstractContextManager[object] = BLOCKS[name]
-    with block:
+    with BLOCKS[name]():
         found = run_ppo(tmp_path / "run")
     assert len(found) == 2
     assert found == plain

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hf_controller import (
     InProcessExecutor,
@@ -197,26 +198,59 @@ def test_a_ranks_own_autocast_is_as_outside_of_the_programs(block):
     assert losses == sorted(set(losses), reverse=True)
 
 
-@pytest.mark.parametrize("block", [nullcontext, lambda: default_dtype(torch.bfloat16), lambda: torch.device("meta")])
-def test_a_rank_keeps_the_modes_that_it_set(block):
-    kwargs = {"gradients": False, "dtype": torch.float64, "device": "meta"}
+@pytest.mark.parametrize("device", [None, "cpu", "meta"])
+@pytest.mark.parametrize(
+    "block",
+    [nullcontext, lambda: default_dtype(torch.bfloat16), lambda: default_device("meta"), lambda: torch.device("meta")],
+    ids=["none", "dtype", "device", "device block"],
+)
+def test_a_rank_keeps_the_modes_that_it_set(block, device):
+    def build_quiet(dtype):
+        kwargs = {"gradients": False, "dtype": dtype, "device": device}
+        spec = WorkerSpec(worker=ModalWorker, topology=ONE, kwargs=kwargs)
+        return executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})["model"]
+
+    before = read_modes()
     with InProcessExecutor() as executor, block():
         outside = read_modes()
-        spec = WorkerSpec(worker=ModalWorker, topology=ONE, kwargs=kwargs)
-        quiet = executor.build_groups(ResourcePool([1], device="cpu"), {"model": spec})["model"]
+        quiet, wide = build_quiet(torch.float32), build_quiet(torch.float64)
         other = build(executor, ModalWorker)
-        assert quiet.modes().result() == [(False, False, False, "torch.float64", "meta")]
+        assert quiet.modes().result() == [(False, False, False, "torch.float32", device or "cpu")]
+        assert wide.modes().result() == [(False, False, False, "torch.float64", device or "cpu")]
         assert other.modes().result() == [(True, False, False, "torch.float32", "cpu")]
         assert read_modes() == outside
+    assert read_modes() == before
+    assert not _get_current_function_mode_stack()
+
+
+def test_a_rank_is_in_the_programs_modes_of_functions():
+    seen = []
+    tokens = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    rows = TensorDict({"x": torch.ones(1, 3), "tokens": tokens}, batch_size=[1])
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with InProcessExecutor() as executor, Watching(), torch.device("meta"):
+        group = build(executor, ModalWorker)
+        seen.clear()
+        group.step(rows).result()
+    assert torch.nn.functional.linear in seen
 
 
 class KeepingWorker(Worker):
     needs_process_group = False
 
-    def __init__(self, context, kept):
+    def __init__(self, context, kept, again):
         super().__init__(context)
         kept.append(context.role)
-        self.kept = kept
+        self.kept, self.again = kept, again
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def is_shared(self):
+        return self.again is self.kept
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def list_kept(self):
@@ -224,7 +258,7 @@ class KeepingWorker(Worker):
 
 
 def build_keeping(executor, kept, roles=("keeper",)):
-    spec = WorkerSpec(worker=KeepingWorker, topology=ONE, kwargs={"kept": kept})
+    spec = WorkerSpec(worker=KeepingWorker, topology=ONE, kwargs={"kept": kept, "again": kept})
     return executor.build_groups(ResourcePool([1], device="cpu"), dict.fromkeys(roles, spec))
 
 
@@ -232,6 +266,7 @@ def test_a_rank_has_constructor_arguments_of_its_own():
     kept = [torch.ones(2)]
     with InProcessExecutor() as executor:
         groups = build_keeping(executor, kept, ("first", "second"))
+        assert groups["first"].is_shared().result() == [True]
         kept[0].zero_()
         kept.append("later")
         found = {role: group.list_kept().result()[0] for role, group in groups.items()}

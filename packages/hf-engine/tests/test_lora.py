@@ -286,7 +286,8 @@ def test_value_head_is_trained_whole(ranks2, models):
 
 def test_exports_load_with_peft_and_transformers(ranks2, models, tmp_path):
     (trained, *_) = ranks2.run(export, models["tied"], tmp_path)
-    merge_adapter(tmp_path / "adapter", tmp_path / "again")
+    with torch.device("meta"):  # a program's default device
+        merge_adapter(tmp_path / "adapter", tmp_path / "again")
     batch, found = build_batch(vocab_size=64, num_rows=4), {}
     for name, load in (("adapter", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
         model = load.from_pretrained(tmp_path / name, dtype=torch.float32).eval()
@@ -305,7 +306,8 @@ def test_exports_load_with_peft_and_transformers(ranks2, models, tmp_path):
 
 def test_score_adapter_loads_with_peft(ranks2, models, tmp_path):
     (scores, *_) = ranks2.run(export_score, models["qwen2"], tmp_path)
-    merge_adapter(tmp_path / "adapter", tmp_path / "merged")
+    with torch.device("meta"):
+        merge_adapter(tmp_path / "adapter", tmp_path / "merged")
     with_adapter = AutoPeftModelForSequenceClassification.from_pretrained(tmp_path / "adapter", num_labels=1).eval()
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").eval()
     batch = build_batch(vocab_size=64, num_rows=4)

@@ -9,10 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_engine import HybridEngine, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, load_rollout_backend, load_train_backend
+from hf_engine.models.causal_lm import load_causal_lm
+from hf_engine.models.lora import add_adapters
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
+from hf_engine.testing._families import write_tiny_family
 from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 STAGES = ("build", "generate", "score", "train", "step", "reload", "load")
@@ -115,6 +118,25 @@ def test_a_programs_dtype_does_not_count_steps(ranks1, tmp_path, kind):
     model = str(write_tiny_model(tmp_path / "model", vocab_size=VOCAB_SIZE, num_hidden_layers=1))
     plain, found = (ranks1.run(step_often, kind, model, dtype) for dtype in (torch.float32, torch.bfloat16))
     assert found == plain
+
+
+def load_with_adapters(model, block):
+    with block:
+        loaded = load_causal_lm(model, torch.float32).model
+        add_adapters(loaded, LoraConfig(rank=2), seed=0)
+    return {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+
+
+@pytest.mark.parametrize("family", ["gptj", "xglm", "gemma2"])
+def test_a_programs_defaults_change_nothing_that_is_loaded(tmp_path, family):
+    model = write_tiny_family(tmp_path, family)
+    plain = load_with_adapters(model, nullcontext())
+    for block in (default_dtype(torch.bfloat16), default_dtype(torch.float64), torch.device("meta")):
+        found = load_with_adapters(model, block)
+        assert found.keys() == plain.keys()
+        for name, tensor in plain.items():
+            assert found[name].dtype == tensor.dtype
+            assert torch.equal(found[name], tensor), name
 
 
 def build_on_meta(kind, model):

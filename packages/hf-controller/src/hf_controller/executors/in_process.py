@@ -128,17 +128,19 @@ def _copy_arguments(call: Call) -> Call:
 
 
 def _copy_named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments of `what` for one rank.
+    """Copies of the arguments of `what` for one rank: what is one object in several of them stays one.
 
     Raises:
         ProtocolError: for one that cannot be copied.
     """
+    plain = {name: value for name, value in given.items() if not isinstance(value, BatchArgument | StoredArgument)}
+    with Caught():
+        return {**given, **(copy_object(plain) if plain else {})}
     copies = {}
-    for name, value in given.items():
-        stays = isinstance(value, BatchArgument | StoredArgument)
+    for name, value in plain.items():
         with raised_as(partial(_describe_uncopied, f"{what}: the argument {name}, a {type(value).__name__}")):
-            copies[name] = value if stays else copy_object(value)
-    return copies
+            copies[name] = copy_object(value)
+    return {**given, **copies}
 
 
 class _LocalRank(NamedTuple):
@@ -219,7 +221,7 @@ class InProcessExecutor(Executor):
         """Builds one group per role; see `Executor.build_groups`. All is in one process, ready at once.
 
         Raises:
-            ProtocolError: for a constructor's argument that cannot be copied, too.
+            ProtocolError: also if a constructor argument cannot be copied.
         """
         self._check_open()
         check_specs(pool, specs, fused=fused)

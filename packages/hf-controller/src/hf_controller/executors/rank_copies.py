@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from numpy.random import mtrand
@@ -55,8 +55,7 @@ class RandomStream:
 
 
 class TorchModes:
-    """Torch's modes and defaults on one rank: gradients, dtype and device as in a new process, and then as the rank's
-    methods left them.
+    """Torch's modes and defaults on one rank: as in a new process at first, and then as the rank's methods left them.
 
     Args:
         device: the rank's device.
@@ -65,57 +64,72 @@ class TorchModes:
     def __init__(self, device: str) -> None:
         self._kinds = {"cpu", device.partition(":")[0]}
         self._has_gradients = True
-        self._defaults: _Defaults | None = None
+        self._dtype: torch.dtype | None = None
+        self._default_device: torch.device | None = None
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block torch is not in the `inference_mode`, `no_grad` or `autocast` of the program, and has none
-        of its defaults.
+        """Within the block torch has none of the program's modes `inference_mode`, `no_grad` and `autocast`, nor its
+        default dtype and device.
         """
         import torch
 
-        outside = _Defaults.current()
-        own = self._defaults or _Defaults(torch.float32, torch.device("cpu"))
         with _without_autocast(self._kinds), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
+            dtype, device = torch.get_default_dtype(), _DefaultDevice.take()
             try:
-                with own.entered(outside):
-                    try:
-                        yield
-                    finally:
-                        self._has_gradients = torch.is_grad_enabled()
-                        self._defaults = _Defaults.current()
+                device.put_back(with_devices=False)
+                torch.set_default_dtype(self._dtype or torch.float32)
+                if self._default_device is not None:
+                    torch.set_default_device(self._default_device)
+                yield
             finally:
-                if self._defaults != outside:
-                    outside.restore()
+                self._has_gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
+                self._default_device = _DefaultDevice.take().device
+                torch.set_default_dtype(dtype)
+                device.put_back(with_devices=True)
 
 
-class _Defaults(NamedTuple):
-    """Dtype and device of tensors that are made without one."""
+class _DefaultDevice(NamedTuple):
+    """Torch's default device as a program sets it: for all that follows, or in a block.
 
-    dtype: torch.dtype
-    device: torch.device
+    Torch cannot set it inside a block in which it was set already, so what is outside is taken away as it is.
+    """
+
+    modes: list[Any]
+    """All modes of torch's functions, the last one first."""
+    of_program: Any
+    """The mode of `torch.set_default_device`; None without one."""
+    current: Any
+    """The device of the last of these modes, as torch's compiler reads it."""
 
     @classmethod
-    def current(cls) -> _Defaults:
+    def take(cls) -> _DefaultDevice:
+        """Takes the modes away: torch makes tensors on the host."""
         import torch
+        from torch.utils import _device
 
-        return cls(torch.get_default_dtype(), torch.get_default_device())
+        overrides: Any = torch.overrides
+        modes = [overrides._pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+        taken = cls(modes, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None), _device.CURRENT_DEVICE)
+        torch._GLOBAL_DEVICE_CONTEXT.device_context = _device.CURRENT_DEVICE = None
+        return taken
 
-    def entered(self, outside: _Defaults) -> AbstractContextManager[object]:
-        """Has torch use these in the place of those outside of a block, whose device costs time in every call."""
+    @property
+    def device(self) -> torch.device | None:
+        """The device of `torch.set_default_device`; None without one."""
+        return None if self.of_program is None else self.of_program.device
+
+    def put_back(self, *, with_devices: bool) -> None:
+        """Puts all modes back, or those that are not of a device, after others were taken away."""
         import torch
+        from torch.utils import _device
 
-        if self.dtype != outside.dtype:
-            torch.set_default_dtype(self.dtype)
-        return nullcontext() if self.device == outside.device else self.device
-
-    def restore(self) -> None:
-        """Has torch use these again in the place of what a rank set."""
-        import torch
-
-        torch.set_default_dtype(self.dtype)
-        if torch.get_default_device() != self.device:
-            torch.set_default_device(None if self.device.type == "cpu" else self.device)
+        overrides: Any = torch.overrides
+        for mode in reversed(self.modes):
+            if with_devices or not isinstance(mode, _device.DeviceContext):
+                overrides._push_mode(mode)
+        if with_devices:
+            torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = self.of_program, self.current
 
 
 @contextmanager

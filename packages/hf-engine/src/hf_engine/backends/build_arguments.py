@@ -28,16 +28,12 @@ def check_data_parallel(backend: str, sizes: ParallelSpec) -> None:
 
 
 def check_rollout_arguments(topology: object, seed: object) -> None:
-    """Refuses values of other types as topology or seed, and a default device: batches are made on the host.
+    """Refuses values of other types as topology or seed, and a default device of torch.
 
     Raises:
         BackendError: naming what was given and what is wanted.
     """
-    if torch.get_default_device().type != "cpu":
-        raise BackendError(
-            f"torch's default device is {show(str(torch.get_default_device()))}, and batches are made on the host. "
-            "Call torch.set_default_device(None); backends move to a device what belongs there"
-        )
+    _refuse_default_device()
     wanted = "a Topology, such as Topology(ParallelSpec(dp_size=2))"
     _check.kind("topology", topology, Topology, wanted)
     _check.kind("seed", seed, int, "a whole number")
@@ -89,3 +85,12 @@ def check_train_arguments(
         raise BackendError("head='score': this backend has no sequence classifiers. Use the backend 'fsdp'")
     if head not in ("lm", "value", "score"):
         raise BackendError(f"head={show(head)}. Use lm, value or score")
+
+
+def _refuse_default_device() -> None:
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise BackendError(
+            f"torch's default device is {show(str(device))}: backends make batches on the host, and move to a device "
+            "what belongs there. Call torch.set_default_device(None), and build outside of `with torch.device(...)`"
+        )

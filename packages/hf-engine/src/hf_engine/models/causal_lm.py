@@ -39,6 +39,7 @@ from hf_engine.model_directory import (
 )
 from hf_engine.models.attention import is_capped, keep_cap
 from hf_engine.models.conversions import buffers_in_files, find_buffer_owners, persistent_buffers, read_file_names
+from hf_engine.models.defaults import torch_defaults
 from hf_engine.models.stacked_experts import shapes_in_files
 from hf_engine.resharding.tensor_parallel import layer_of
 from hf_protocols.models import ModelShape
@@ -77,6 +78,7 @@ class LoadedModel(NamedTuple):
     files: ModelDirectory
 
 
+@torch_defaults()
 def load_causal_lm(model: str | Path, dtype: torch.dtype, head: Head = "lm") -> LoadedModel:
     """Loads a causal language model whose files are checked first.
 

@@ -21,6 +21,7 @@ from hf_engine.model_directory import (
     read_model_directory,
 )
 from hf_engine.models.causal_lm import build_without_memory, prepare_loaded, read_tensor
+from hf_engine.models.defaults import torch_defaults
 
 __all__ = ["build_by_architecture", "build_classifier_without_memory", "has_classifier", "load_classifier"]
 
@@ -40,6 +41,7 @@ def has_classifier(files: ModelDirectory) -> bool:
     return is_known
 
 
+@torch_defaults()
 def load_classifier(model: str | Path, dtype: torch.dtype) -> Any | None:
     """Loads a sequence classifier with one label; None for a family without one in transformers.
 

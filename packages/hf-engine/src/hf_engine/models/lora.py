@@ -22,6 +22,7 @@ from hf_engine.model_directory import AdapterDirectory, ModelDirectory, errors_o
 from hf_engine.models.adapter_rules import add_adapters_apart
 from hf_engine.models.causal_lm import build_without_memory, find_head_name, load_causal_lm, save_causal_lm
 from hf_engine.models.classifier import build_classifier_without_memory, has_classifier, load_classifier
+from hf_engine.models.defaults import torch_defaults
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
 from hf_protocols.similar_names import find_similar
@@ -112,6 +113,7 @@ def check_model_adapters(files: ModelDirectory, lora: LoraConfig, head: Head) ->
     find_targets(build_classifier_without_memory(files) if head == "score" else build_without_memory(files), lora)
 
 
+@torch_defaults()
 def add_adapters(model: Any, lora: LoraConfig, *, seed: int) -> None:
     """Puts adapters into a model: `B` is 0, `A` drawn from `seed`. All else is frozen, except a head that scores.
 
@@ -233,6 +235,7 @@ def write_adapter(
     save_file(stored, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
+@torch_defaults()
 def write_merged(adapter: AdapterDirectory, directory: Path) -> None:
     """Writes the model that an adapter makes of its base.
 

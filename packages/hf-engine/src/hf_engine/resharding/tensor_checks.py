@@ -159,7 +159,7 @@ def _reach(tensor: torch.Tensor) -> int:
 def _repeat(tensor: torch.Tensor) -> str:
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "was made under torch.inference_mode: it cannot be written outside of it"
-    if tensor.is_contiguous():
+    if tensor.numel() and tensor.is_contiguous():
         return ""
     reach = 0  # of the dimensions with smaller strides
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -74,8 +74,9 @@ def write_tiny_model(
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
+    kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     weights = {
-        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * 0.2
+        name: torch.ones(shape, **kind) if "norm" in name else torch.randn(shape, generator=generator, **kind) * 0.2
         for name, shape in ModelShape.from_config(written).parameters().items()
     }
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
