@@ -50,7 +50,7 @@ BLOCKS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "device": partial(default_device, "meta"),
     "device block": partial(torch.device, "meta"),
 }
-"""Of a program that has imported the libraries: tensordict makes tensors when it is imported."""
+"""A block is entered after the imports, because tensordict makes tensors when it is imported."""
 
 
 def rate_length(completions: list[str], **_: Any) -> list[float]:

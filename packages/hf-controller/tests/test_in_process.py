@@ -257,9 +257,9 @@ class KeepingWorker(Worker):
         return self.kept
 
 
-def build_keeping(executor, kept, roles=("keeper",)):
+def build_keeping(executor, kept, roles=("keeper",), fused=False):
     spec = WorkerSpec(worker=KeepingWorker, topology=ONE, kwargs={"kept": kept, "again": kept})
-    return executor.build_groups(ResourcePool([1], device="cpu"), dict.fromkeys(roles, spec))
+    return executor.build_groups(ResourcePool([1], device="cpu"), dict.fromkeys(roles, spec), fused=fused)
 
 
 def test_a_rank_has_constructor_arguments_of_its_own():
@@ -274,6 +274,18 @@ def test_a_rank_has_constructor_arguments_of_its_own():
         "first": ([1.0, 1.0], "first"),
         "second": ([1.0, 1.0], "second"),
     }
+
+
+def test_a_constructor_argument_may_hold_a_module():
+    with InProcessExecutor() as executor:
+        found = build_keeping(executor, [torch])["keeper"].list_kept().result()
+    assert found == [[torch, "keeper"]]
+
+
+def test_fused_roles_share_what_their_arguments_share():
+    with InProcessExecutor() as executor:
+        groups = build_keeping(executor, [], ("first", "second"), fused=True)
+        assert groups["first"].list_kept().result() == [["first", "second"]]
 
 
 def test_a_constructor_argument_that_cannot_be_copied_is_named():

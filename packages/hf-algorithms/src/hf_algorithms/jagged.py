@@ -52,7 +52,7 @@ def unpad_rows(padded: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def decode_text(column: torch.Tensor) -> list[str]:
     """The texts of a jagged column of UTF-8 bytes."""
     values, starts, lengths = read_rows(column)
-    flat = values.cpu().numpy().tobytes()
+    flat = values.cpu().numpy().tobytes() if values.dtype == torch.uint8 else bytes(values.tolist())
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
     return [flat[start : start + length].decode() for start, length in spans]
 

@@ -128,7 +128,7 @@ def _copy_arguments(call: Call) -> Call:
 
 
 def _copy_named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the arguments of `what` for one rank: what is one object in several of them stays one.
+    """Copies of the arguments of `what` for one rank. Those that can be copied together share what they shared.
 
     Raises:
         ProtocolError: for one that cannot be copied.
@@ -141,6 +141,18 @@ def _copy_named(what: str, given: Mapping[str, Any]) -> dict[str, Any]:
         with raised_as(partial(_describe_uncopied, f"{what}: the argument {name}, a {type(value).__name__}")):
             copies[name] = copy_object(value)
     return {**given, **copies}
+
+
+def _copy_kwargs(specs: Mapping[str, WorkerSpec]) -> dict[str, dict[str, Any]]:
+    """Constructor arguments of the roles that share a process, copied for one rank.
+
+    Raises:
+        ProtocolError: for one that cannot be copied.
+    """
+    with Caught():
+        copies: dict[str, dict[str, Any]] = copy_object({role: dict(spec.kwargs) for role, spec in specs.items()})
+        return copies
+    return {role: _copy_named(f"{role}: {spec.worker.__name__}", spec.kwargs) for role, spec in specs.items()}
 
 
 class _LocalRank(NamedTuple):
@@ -182,7 +194,8 @@ def _raise_interrupt(failure: Failure) -> None:
 
 
 class InProcessExecutor(Executor):
-    """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there.
+    """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there. Use it from
+    one thread at a time.
 
     A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
     destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
@@ -318,6 +331,8 @@ class InProcessExecutor(Executor):
         device = self._device_of(pool)
         stream, modes = RandomStream(device), TorchModes(device)
         workers: dict[str, Worker] = {}
+        with modes.entered():
+            kwargs = _copy_kwargs(specs)
         for role, spec in specs.items():
             context = WorkerContext(
                 role=role,
@@ -329,9 +344,8 @@ class InProcessExecutor(Executor):
                 pool=pool.name,
             )
             with Caught(also=(SystemExit,)) as caught, stream.drawn(), modes.entered(), acting(rank):
-                kwargs = _copy_named(f"{role}: {spec.worker.__name__}", spec.kwargs)
                 seed_generators(spec.seed)
-                workers[role] = construct_worker(replace(spec, kwargs=kwargs), context)
+                workers[role] = construct_worker(replace(spec, kwargs=kwargs[role]), context)
             if caught.error is not None:
                 with modes.entered():
                     close_workers(workers, rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,13 +70,11 @@ class TorchModes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Within the block torch has none of the program's modes `inference_mode`, `no_grad` and `autocast`, nor its
-        default dtype and device.
-        """
+        """Runs the block without the program's `inference_mode`, `no_grad`, `autocast`, default dtype and device."""
         import torch
 
         with _without_autocast(self._kinds), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
-            dtype, device = torch.get_default_dtype(), _DefaultDevice.take()
+            dtype, device = torch.get_default_dtype(), _FunctionModes.take()
             try:
                 device.put_back(with_devices=False)
                 torch.set_default_dtype(self._dtype or torch.float32)
@@ -84,26 +83,26 @@ class TorchModes:
                 yield
             finally:
                 self._has_gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-                self._default_device = _DefaultDevice.take().device
+                self._default_device = _FunctionModes.take().device
                 torch.set_default_dtype(dtype)
                 device.put_back(with_devices=True)
 
 
-class _DefaultDevice(NamedTuple):
-    """Torch's default device as a program sets it: for all that follows, or in a block.
+class _FunctionModes(NamedTuple):
+    """Modes of torch's functions; a default device is one, set for all that follows or in a block.
 
-    Torch cannot set it inside a block in which it was set already, so what is outside is taken away as it is.
+    Torch cannot set it inside of another such block, so the program's modes are removed first and restored unchanged.
     """
 
     modes: list[Any]
-    """All modes of torch's functions, the last one first."""
+    """The last one first."""
     of_program: Any
     """The mode of `torch.set_default_device`; None without one."""
     current: Any
     """The device of the last of these modes, as torch's compiler reads it."""
 
     @classmethod
-    def take(cls) -> _DefaultDevice:
+    def take(cls) -> _FunctionModes:
         """Takes the modes away: torch makes tensors on the host."""
         import torch
         from torch.utils import _device
@@ -120,7 +119,7 @@ class _DefaultDevice(NamedTuple):
         return None if self.of_program is None else self.of_program.device
 
     def put_back(self, *, with_devices: bool) -> None:
-        """Puts all modes back, or those that are not of a device, after others were taken away."""
+        """Puts the modes back. Without `with_devices`, leaves out those that set a device."""
         import torch
         from torch.utils import _device
 
@@ -209,6 +208,9 @@ def copy_object(value: Any) -> Any:
     """A copy that shares no mutable part with `value`; raises the errors of copying and pickling it."""
     if value is None or type(value) in (bool, int, float, str, bytes):
         return value
-    with Caught():  # a tensor inside a graph can only be pickled
+    with Caught():
         return copy.deepcopy(value)
+    with Caught():  # a module is what it was: there is one in a process
+        return copy.deepcopy(value, {id(module): module for module in list(sys.modules.values())})
+    # A tensor inside a graph can only be pickled.
     return pickle.loads(pickle.dumps(value))

@@ -91,6 +91,6 @@ def _refuse_default_device() -> None:
     device = torch.get_default_device()
     if device.type != "cpu":
         raise BackendError(
-            f"torch's default device is {show(str(device))}: backends make batches on the host, and move to a device "
-            "what belongs there. Call torch.set_default_device(None), and build outside of `with torch.device(...)`"
+            f"torch's default device is {show(str(device))}, and backends need the host as the default. Call "
+            "torch.set_default_device(None), or leave the `with torch.device(...)` block"
         )

@@ -12,7 +12,7 @@ __all__ = ["torch_defaults"]
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Within the block tensors are of float32 and on the host by default, as in a new process.
+    """Runs the block with float32 on the host as torch's defaults, as in a new process.
 
     Libraries draw adapters, and compute tables of positions, with the defaults of the program.
     """

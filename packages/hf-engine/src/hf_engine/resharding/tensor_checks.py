@@ -213,7 +213,7 @@ def _shared(spans: Sequence[_MemorySpan]) -> Iterator[tuple[str, str]]:
         return
     base = spans[0].start
     unit = gcd(*(span.part.element_size() for span in spans), *(span.start - base for span in spans))
-    taken = torch.zeros((max(span.stop for span in spans) - base) // unit, dtype=torch.bool)
+    taken = torch.zeros((max(span.stop for span in spans) - base) // unit, dtype=torch.bool, device="cpu")
     for index, span in enumerate(spans):
         units = span.part.element_size() // unit
         strides = [stride * units for stride in span.part.stride()]
