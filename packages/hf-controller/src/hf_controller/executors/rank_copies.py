@@ -74,18 +74,18 @@ class TorchModes:
         import torch
 
         with _without_autocast(self._kinds), torch.inference_mode(False), torch.set_grad_enabled(self._has_gradients):
-            dtype, device = torch.get_default_dtype(), _FunctionModes.take()
+            dtype, modes = torch.get_default_dtype(), _FunctionModes.take()
             try:
-                device.put_back(with_devices=False)
+                modes.put_back(with_devices=False)
                 torch.set_default_dtype(self._dtype or torch.float32)
                 if self._default_device is not None:
                     torch.set_default_device(self._default_device)
                 yield
             finally:
                 self._has_gradients, self._dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-                self._default_device = _FunctionModes.take().device
+                self._default_device = _FunctionModes.take().default_device
                 torch.set_default_dtype(dtype)
-                device.put_back(with_devices=True)
+                modes.put_back(with_devices=True)
 
 
 class _FunctionModes(NamedTuple):
@@ -96,7 +96,7 @@ class _FunctionModes(NamedTuple):
 
     modes: list[Any]
     """The last one first."""
-    of_program: Any
+    of_default: Any
     """The mode of `torch.set_default_device`; None without one."""
     current: Any
     """The device of the last of these modes, as torch's compiler reads it."""
@@ -114,9 +114,9 @@ class _FunctionModes(NamedTuple):
         return taken
 
     @property
-    def device(self) -> torch.device | None:
+    def default_device(self) -> torch.device | None:
         """The device of `torch.set_default_device`; None without one."""
-        return None if self.of_program is None else self.of_program.device
+        return None if self.of_default is None else self.of_default.device
 
     def put_back(self, *, with_devices: bool) -> None:
         """Puts the modes back. Without `with_devices`, leaves out those that set a device."""
@@ -128,7 +128,7 @@ class _FunctionModes(NamedTuple):
             if with_devices or not isinstance(mode, _device.DeviceContext):
                 overrides._push_mode(mode)
         if with_devices:
-            torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = self.of_program, self.current
+            torch._GLOBAL_DEVICE_CONTEXT.device_context, _device.CURRENT_DEVICE = self.of_default, self.current
 
 
 @contextmanager

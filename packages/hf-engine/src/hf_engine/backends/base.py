@@ -61,7 +61,7 @@ class TrainBackend(Protocol):
             seed: for everything that the backend initialises at random.
 
         Raises:
-            BackendError: on every rank, if any rank cannot read the model; if torch has a default device.
+            BackendError: on every rank, if any rank cannot read the model. If torch's default device is not the host.
         """
         ...
 
