@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from hf_algorithms.config import ModelConfig
 from hf_algorithms.data import Row, build_character_tokenizer
 from hf_algorithms.models import initial_model
 from hf_algorithms.models.initial_model import build_initial_model
+from hf_controller.executors.shared_process import taking_turns
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.testing import write_tiny_model
-from hf_protocols import BackendError, ConfigError
+from hf_protocols import BackendError, ConfigError, WorkerTimeoutError
 
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b\nsize 1234\n"
 BACKENDS = {"training.backend": "fsdp", "rollout.backend": "transformers"}
@@ -383,3 +386,25 @@ def test_generation_config_that_transformers_refuses_is_one_line(model, tmp_path
     change(model / "generation_config.json", **changes)
     message = refusal(model, tmp_path, backends=BACKENDS)
     assert "its generation_config.json cannot be used: transformers says" in message
+
+
+def test_a_fresh_model_draws_while_no_rank_of_this_process_does(tmp_path: Path, monkeypatch) -> None:
+    make, refusals = AutoModelForCausalLM.from_config, []
+
+    def draw_elsewhere() -> None:
+        with pytest.raises(WorkerTimeoutError), taking_turns(0.01):
+            pass
+        refusals.append("waited in vain")
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        if "dtype" in kwargs:  # else its layers are only named, on the device meta
+            thread = threading.Thread(target=draw_elsewhere)
+            thread.start()
+            thread.join(20)
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", from_config)
+    build_initial_model(
+        ModelConfig(tokenizer="characters"), [Row("1+1=")], directory=tmp_path, seed=0, backends=BACKENDS
+    )
+    assert refusals == ["waited in vain"]

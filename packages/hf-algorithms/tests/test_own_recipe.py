@@ -28,6 +28,7 @@ from hf_algorithms.recipes import (
     StepError,
     generate_scored,
 )
+from hf_algorithms.recipes._load import load_recipe
 from hf_algorithms.roles import Roles
 from hf_algorithms.workers import ActorWorker, CriticWorker
 from hf_controller import Worker
@@ -337,3 +338,17 @@ def test_a_role_that_is_not_trained_has_no_learning_rate() -> None:
         ConfigError, match=r"^roles\.reference\.learning_rate: the role reference of ppo is not trained"
     ):
         parse_config({**DATA, "roles": {"reference": {"learning_rate": 0.1}}})
+
+
+@pytest.mark.parametrize("form", ["file", "module"])
+def test_a_recipe_is_read_again_after_an_edit_of_its_neighbour(module: Path, form: str) -> None:
+    """As in a notebook, whose process goes on."""
+    neighbour = module.with_name(f"{module.stem}_sharpness.py")
+    module.write_text(f"from {neighbour.stem} import SHARPNESS\n" + MODULE.replace("= 2.0", "= SHARPNESS"))
+    place = str(module) if form == "file" else module.stem
+    found = []
+    for sharpness in (1.5, 3.25, 3.25):
+        neighbour.write_text(f"SHARPNESS = {sharpness}\n")
+        found.append(load_recipe(f"{place}:MINE", search_path=[str(module.parent)]))
+    assert [each.config().sharpness for each in found] == [1.5, 3.25, 3.25]
+    assert found[2] is found[1]

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hf_algorithms import train
 from hf_algorithms.run.directory import RunDirectory
-from hf_algorithms.run.lock import RunLock, check_unlocked
+from hf_algorithms.run.lock import RunLock, check_unlocked, training_alone
 from hf_protocols import ConfigError
 
 
@@ -55,3 +58,39 @@ def test_a_lock_without_a_readable_holder_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="another run writes there"):
             check_unlocked(tmp_path)
     lock.release()
+
+
+def refused_on_another_thread(block: Callable[[], object]) -> list[str]:
+    """Errors of a block on a thread of its own, which is waited for."""
+    found = []
+
+    def run() -> None:
+        try:
+            block()
+        except ConfigError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    return found
+
+
+def test_one_thread_of_a_process_trains(tmp_path: Path) -> None:
+    def start_training() -> None:
+        train(model=tmp_path / "absent", output_dir=tmp_path / "run")
+
+    def enter() -> None:
+        with training_alone():
+            pass
+
+    with training_alone(), training_alone():
+        for block in (enter, start_training):
+            (reason,) = refused_on_another_thread(block)
+            assert reason.startswith("another thread of this process is training, and random numbers")
+            assert reason.endswith("Train after it ends, or in a process of its own")
+        with pytest.raises(ConfigError, match="data"):  # on this thread it is checked
+            start_training()
+    assert refused_on_another_thread(enter) == []
+    assert not (tmp_path / "run").exists()

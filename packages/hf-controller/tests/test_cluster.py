@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,6 +25,17 @@ class NoWatchdog:
         pass
 
 
+def without_ray(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None], shutdown: Callable[[], None]) -> None:
+    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(cluster.ray, "init", init)
+    monkeypatch.setattr(cluster.ray, "shutdown", shutdown)
+    monkeypatch.setattr(cluster, "Watchdog", NoWatchdog)
+
+
+def make_cluster() -> Cluster:
+    return Cluster(address="local", num_cpus=1, object_store_bytes=100 * 2**20, log_to_driver=False)
+
+
 def start(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> tuple[list[str], Cluster | None, str]:
     """Returns what Ray was asked, the cluster, and why there is none; `errors` are those of Ray's starts in turn."""
     asked: list[str] = []
@@ -33,12 +46,9 @@ def start(monkeypatch: pytest.MonkeyPatch, *errors: Exception | None) -> tuple[l
         if error := next(left):
             raise error
 
-    monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(cluster.ray, "init", init)
-    monkeypatch.setattr(cluster.ray, "shutdown", lambda: asked.append("shutdown"))
-    monkeypatch.setattr(cluster, "Watchdog", NoWatchdog)
+    without_ray(monkeypatch, init, lambda: asked.append("shutdown"))
     try:
-        made = Cluster(address="local", num_cpus=1, object_store_bytes=100 * 2**20, log_to_driver=False)
+        made = make_cluster()
     except PoolError as error:
         return asked, None, str(error)
     made.stop()
@@ -73,3 +83,28 @@ def test_a_user_sets_how_long_rays_processes_look_for_each_other(monkeypatch, gi
     start(monkeypatch, None)
     assert os.environ[interval] == (given or "20")
     assert int(os.environ[interval]) * int(os.environ[attempts]) >= 10_000, "Ray's own looks take ten seconds in all"
+
+
+def test_two_threads_do_not_start_ray_at_once(monkeypatch):
+    begun, may_end, refusals = threading.Event(), threading.Event(), []
+
+    def init(**options: Any) -> None:
+        begun.set()
+        assert may_end.wait(20)
+        raise ValueError("enough")
+
+    def make_refused() -> None:
+        with pytest.raises(PoolError, match=r"did not start with .* enough"):
+            make_cluster()
+        refusals.append(threading.current_thread())
+
+    without_ray(monkeypatch, init, lambda: None)
+    thread = threading.Thread(target=make_refused)
+    thread.start()
+    assert begun.wait(20)
+    with pytest.raises(PoolError, match=r"another thread of this process.* Start one executor after the other"):
+        make_cluster()
+    may_end.set()
+    thread.join(20)
+    make_refused()  # the first start is over
+    assert refusals == [thread, threading.current_thread()]

@@ -10,11 +10,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 __all__ = ["SignalGuard", "Terminated", "after_imports", "shielded"]
 
 Handler = Callable[[int, FrameType | None], Any]
+_Hook = int | None
+"""The number of a signal, or `_UNRAISABLE`."""
+
+_UNRAISABLE = None
+"""Python's own hook for exceptions that it cannot raise."""
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 _SLICE_S = 0.05
@@ -33,38 +38,52 @@ class SignalGuard:
     it, as in a finalizer. The next `watching` raises it again. Python allows handlers in the main thread alone; in
     another one the guard does nothing.
 
+    Several guards may watch at once and end in any order.
+
     Args:
         with_interrupts: watch Ctrl-C as well.
     """
+
+    _installed: ClassVar[list[SignalGuard]] = []
+    """All guards that watch, the first one first."""
 
     def __init__(self, *, with_interrupts: bool = True) -> None:
         self._with_interrupts = with_interrupts
         self._received: int | None = None
         self._lost: int | None = None
         self._ending: int | None = None
-        self._before: dict[int, Any] = {}
-        self._unraisable_before: Any = None
+        self._own: dict[_Hook, Any] = {}
+        self._before: dict[_Hook, Any] = {}
 
     def install(self) -> None:
         """Starts watching; `restore` puts the earlier handlers back."""
         if threading.current_thread() is not threading.main_thread():
             return
+        own: dict[_Hook, Any] = {}
         for kind in _ENDING:
             if kind == signal.SIGTERM or signal.getsignal(kind) is not signal.SIG_IGN:  # as `nohup` has it
-                self._before[kind] = signal.signal(kind, self._record(after_imports(_exit)))
+                own[kind] = self._record(after_imports(_exit))
         interrupt = signal.getsignal(signal.SIGINT)
         if self._with_interrupts and callable(interrupt):
-            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._record(interrupt))
-        self._unraisable_before, sys.unraisablehook = sys.unraisablehook, self._note_lost
+            own[signal.SIGINT] = self._record(interrupt)
+        self._own = {**own, _UNRAISABLE: self._note_lost}
+        self._before = {hook: _get_hook(hook) for hook in self._own}
+        self._installed.append(self)
+        for hook, handler in self._own.items():
+            _set_hook(hook, handler)
 
     def restore(self) -> None:
-        """Stop."""
-        if not self._before or threading.current_thread() is not threading.main_thread():
+        """Stops watching. Handlers that were installed over these stay, and go back to those before these."""
+        if self not in self._installed or threading.current_thread() is not threading.main_thread():
             return
-        for kind, handler in self._before.items():
-            signal.signal(kind, handler if handler is not None else signal.SIG_DFL)
-        self._before.clear()
-        sys.unraisablehook = self._unraisable_before
+        self._installed.remove(self)
+        for hook, own in self._own.items():
+            before = self._before[hook]
+            later = next((each for each in self._installed if each._before.get(hook) is own), None)
+            if later is not None:
+                later._before[hook] = before
+            elif _get_hook(hook) is own:
+                _set_hook(hook, before)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -88,18 +107,34 @@ class SignalGuard:
 
     def _record(self, handler: Handler) -> Handler:
         def record(kind: int, frame: FrameType | None) -> None:
-            self._received = kind
-            if kind in _ENDING:
-                self._ending = kind
+            for guard in self._installed:
+                if kind in guard._own:
+                    guard._note(kind)
             handler(kind, frame)
 
         return record
+
+    def _note(self, kind: int) -> None:
+        self._received = kind
+        if kind in _ENDING:
+            self._ending = kind
 
     def _note_lost(self, unraisable: sys.UnraisableHookArgs) -> None:
         if self._received is not None and isinstance(unraisable.exc_value, KeyboardInterrupt | SystemExit):
             self._lost = self._received
         else:
-            self._unraisable_before(unraisable)
+            self._before[_UNRAISABLE](unraisable)
+
+
+def _get_hook(hook: _Hook) -> Any:
+    return sys.unraisablehook if hook is _UNRAISABLE else signal.getsignal(hook)
+
+
+def _set_hook(hook: _Hook, handler: Any) -> None:
+    if hook is _UNRAISABLE:
+        sys.unraisablehook = handler
+    else:
+        signal.signal(hook, handler if handler is not None else signal.SIG_DFL)
 
 
 def after_imports(handler: Handler) -> Handler:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.api.inputs import InputFolder, are_texts
 from hf_algorithms.api.notebook import is_notebook
 from hf_algorithms.api.value_names import naming_parameters, refuse_doubled, rewording
+from hf_algorithms.run.lock import training_alone
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show
 
@@ -246,6 +247,7 @@ def _check(name: str, value: object, kinds: Any, wanted: str) -> None:
 
 
 @naming_parameters()
+@training_alone()
 def _run(
     command: str,
     given: _Given,

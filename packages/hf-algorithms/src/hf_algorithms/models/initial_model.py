@@ -17,6 +17,7 @@ from hf_algorithms.data import (
     read_tokenizer_files,
     train_bpe_tokenizer,
 )
+from hf_controller.executors.shared_process import taking_turns
 from hf_engine import SupportsModelCheck, SupportsScores, derive_shape, load_rollout_backend, load_train_backend
 from hf_engine.model_directory import (
     ModelDirectory,
@@ -46,6 +47,7 @@ _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout
 """Of keys that do not name a training backend."""
 _MADE = ("characters", "bpe")
 """Values of `model.tokenizer` that make one from the training texts."""
+_LONGEST_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,7 +340,11 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
         bos_token_id=None,
         tie_word_embeddings=False,
     )
-    with torch.random.fork_rng(devices=[]), errors_of("transformers", "the fresh model cannot be written"):
+    with (
+        taking_turns(_LONGEST_WAIT_S),  # ranks in process on other threads draw from the same generator
+        torch.random.fork_rng(devices=[]),
+        errors_of("transformers", "the fresh model cannot be written"),
+    ):
         torch.manual_seed(seed)
         with torch.device("cpu"):
             model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]

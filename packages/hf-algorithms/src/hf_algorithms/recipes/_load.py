@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised
+from hf_algorithms.users_modules import note_loaded, reading_again
 from hf_protocols import ConfigError
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.similar_names import find_similar
@@ -45,7 +46,9 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         raise ConfigError(f"{label}: {show(place)} is not a module's name. Write module:RECIPE or file.py:RECIPE")
     # Ranks import the module by its name as well: they look in the folders of this path.
     sys.path += [folder for folder in folders if folder not in sys.path]
-    module = _import(place, label)
+    with reading_again(folders):
+        module = _import(place, label)
+    note_loaded(place)
     origin = getattr(module, "__file__", None)  # built-in modules have no file
     if reference.rpartition(":")[0].endswith(".py") and Path(origin or "").resolve() != file:
         raise ConfigError(f"{label}: another module is named {show(place)}, {origin or 'built in'}. Rename the file")

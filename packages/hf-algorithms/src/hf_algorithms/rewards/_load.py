@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import spec_from_file_location
 from pathlib import Path
-from threading import Timer
+from threading import RLock, Timer
 from types import FunctionType, ModuleType
 from typing import Any
 
 from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
+from hf_algorithms.users_modules import found_at, get_origin, last_on_path, note_loaded, reading_again
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
 from hf_protocols.similar_names import find_similar
@@ -26,10 +24,10 @@ from hf_protocols.validation import shorten, show
 __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 
 _HOME = "hf_algorithms.rewards"
-_DIGESTS: dict[str, str] = {}
-"""SHA-256 of the file of each user's module, by the module's name, when it was loaded: it may be edited after that."""
 _SLOW_IMPORT_S = 10.0
 """After this an import of a user's module is mentioned: nothing else would say why the program waits."""
+_IMPORTING, _LONGEST_WAIT_S = RLock(), 600.0
+"""Held during an import of a user's module, and how long other threads wait for it."""
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
@@ -64,7 +62,8 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         )
     if is_file:
         module_name, folders = _find_file(name, Path(module_name).expanduser(), folders)
-    module = _import(module_name, folders, name)
+    with _importing(name, module_name):
+        module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
         found = "is not a function" if hasattr(module, function_name) else "does not exist"
@@ -95,15 +94,14 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
     importlib.invalidate_caches()
     spec = _find_in(folders, module_name)
     root, dot, rest = module_name.partition(".")
-    slow = Timer(_SLOW_IMPORT_S, _say_slow, (name, module_name))
-    slow.daemon = True
-    slow.start()
     try:
         if spec is None:
             return importlib.import_module(module_name)
         alias = _choose_alias(root, spec, folders)
-        with _found_at(alias, spec), _last_on_path(folders):
-            return importlib.import_module(alias + dot + rest)
+        with reading_again(folders), found_at(alias, spec):
+            module = importlib.import_module(alias + dot + rest)
+        note_loaded(module.__name__)
+        return module
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if spec is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
@@ -122,6 +120,23 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
         GeneratorExit,
     ) as error:  # a user's module may raise anything, which the user should see
         raise ConfigError(f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}") from error
+
+
+@contextmanager
+def _importing(name: str, module_name: str) -> Iterator[None]:
+    """Mentions an import that takes long. One thread at a time: two modules of one name may be in two folders."""
+    slow = Timer(_SLOW_IMPORT_S, _say_slow, (name, module_name))
+    slow.daemon = True
+    slow.start()
+    try:
+        if not _IMPORTING.acquire(timeout=_LONGEST_WAIT_S):
+            raise ConfigError(
+                f"{show(name)}: another thread's import was not over after {_LONGEST_WAIT_S:g} s. Wait for its end"
+            )
+        try:
+            yield
+        finally:
+            _IMPORTING.release()
     finally:
         slow.cancel()
 
@@ -132,25 +147,14 @@ def _say_slow(name: str, module_name: str) -> None:
     sys.stderr.flush()
 
 
-@contextmanager
-def _last_on_path(folders: list[str]) -> Iterator[None]:
-    added = [folder for folder in folders if folder not in sys.path]
-    sys.path += added
-    try:
-        yield
-    finally:
-        for folder in added:
-            sys.path.remove(folder)
-
-
 def imports_from(search_path: Sequence[str]) -> AbstractContextManager[None]:
     """Lets the code of a block import a user's modules from these folders, after installed ones."""
-    return _last_on_path([str(Path(folder).resolve()) for folder in search_path])
+    return last_on_path([str(Path(folder).resolve()) for folder in search_path])
 
 
 def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
-        with _last_on_path(folders):
+        with last_on_path(folders):
             return function(*arguments, **options)
 
     # Attributes of a user's object may raise anything: a function has those that are wanted.
@@ -188,58 +192,7 @@ def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
     own_path = [entry for entry in sys.path if str(Path(entry).resolve()) not in folders]
     # Other finders know modules of their own, such as built-in ones and editable installations.
     found = [each.find_spec(root, own_path if each is PathFinder else None) for each in sys.meta_path]
-    return root if {_origin(each) for each in found if each is not None} <= {_origin(spec)} else f"users_{root}"
-
-
-@contextmanager
-def _found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
-    """Imports `name` from the place of `spec` in the block; drops a module loaded from elsewhere, or changed since."""
-    loaded, digest = sys.modules.get(name), _digest(spec)
-    is_other = loaded is not None and _origin(loaded.__spec__) != _origin(spec)
-    if is_other or _DIGESTS.get(name, digest) != digest:
-        for module in [key for key in sys.modules if key == name or key.startswith(f"{name}.")]:
-            del sys.modules[module]
-    _DIGESTS[name] = digest
-    finder = _OneModule(name, spec)
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-class _OneModule(MetaPathFinder):
-    """Finds a single module."""
-
-    def __init__(self, name: str, spec: ModuleSpec) -> None:
-        self._name = name
-        self._origin = spec.origin
-        self._folders = spec.submodule_search_locations
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """The module, if it is asked for."""
-        if fullname != self._name:
-            return None
-        folders = None if self._folders is None else list(self._folders)
-        if self._origin is not None:
-            return spec_from_file_location(fullname, self._origin, submodule_search_locations=folders)
-        spec = ModuleSpec(fullname, None, is_package=True)
-        spec.submodule_search_locations = folders
-        return spec
-
-
-def _origin(spec: ModuleSpec | None) -> str | None:
-    if spec is None:
-        return None
-    # A package without __init__.py has folders and no file.
-    return spec.origin or str(list(spec.submodule_search_locations or ()))
-
-
-def _digest(spec: ModuleSpec) -> str:
-    file = Path(spec.origin) if spec.origin else None
-    return hashlib.sha256(file.read_bytes() if file is not None and file.is_file() else b"").hexdigest()
+    return root if {get_origin(each) for each in found if each is not None} <= {get_origin(spec)} else f"users_{root}"
 
 
 def _module_names(folders: list[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""The lock of a run's directory: one program at a time writes there."""
+"""Locks of runs: one program at a time writes into a directory, and one thread of a program at a time trains."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import fcntl
 import json
 import os
 import socket
+import threading
 import time
 import weakref
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import IO
 
 from hf_protocols import ConfigError
 
-__all__ = ["LOCK", "RunLock", "check_unlocked"]
+__all__ = ["LOCK", "RunLock", "check_unlocked", "training_alone"]
 
 LOCK = ".lock"
 """Name of the file; it stays when the run has ended. The operating system's lock on it is what counts."""
 
 _ATTEMPTS, _PAUSE_S = 5, 0.05
 """Of taking a lock: one that only looks holds it for a moment."""
+
+_TRAINING = threading.RLock()
 
 
 class RunLock:
@@ -55,6 +59,24 @@ class RunLock:
     def release(self) -> None:
         """Lets another run in."""
         self._file.close()
+
+
+@contextmanager
+def training_alone() -> Iterator[None]:
+    """Runs the block unless another thread of this process is in such a block. Blocks of one thread may nest.
+
+    Raises:
+        ConfigError: if one is.
+    """
+    if not _TRAINING.acquire(blocking=False):
+        raise ConfigError(
+            "another thread of this process is training, and random numbers, torch's settings and Ray are those of the "
+            "whole process. Train after it ends, or in a process of its own"
+        )
+    try:
+        yield
+    finally:
+        _TRAINING.release()
 
 
 def check_unlocked(directory: Path) -> None:

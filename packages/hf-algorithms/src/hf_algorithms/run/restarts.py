@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.resume import reopen
 from hf_algorithms.replay import describe_recorded, drop_states
+from hf_algorithms.run.lock import training_alone
 from hf_algorithms.run.stop import RunStop
 from hf_controller import LostClusterError, RemoteCallError
 from hf_protocols import BackendError, HybridFlowError, NonFiniteLossError, WorkerError
@@ -177,6 +178,7 @@ class Attempt:
     started_s: float = field(default_factory=time.perf_counter)
 
 
+@training_alone()
 def run_with_restarts(
     run_once: Callable[[Attempt], dict[str, Any]],
     config: Config,

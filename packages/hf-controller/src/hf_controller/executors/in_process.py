@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hf_controller.data.transport import take_slices
 from hf_controller.executors.base import Executor, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, TorchModes, copy_object
+from hf_controller.executors.shared_process import DefaultGroup, taking_turns
 from hf_controller.failure_log import FailureLog
 from hf_controller.failures import Failure, LostResultError, describe_end, went_alike
 from hf_controller.groups.call import BatchArgument, Call, StoredArgument
-from hf_controller.groups.default_group import join_default_group, seed_generators
+from hf_controller.groups.default_group import seed_generators
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import Worker, WorkerContext, WorkerSpec, construct_worker
 from hf_controller.groups.worker_group import WorkerGroup
@@ -195,15 +196,15 @@ def _raise_interrupt(failure: Failure) -> None:
 
 class InProcessExecutor(Executor):
     """Runs every call at once, on the thread that makes it: a breakpoint in a worker's method stops there. Use it from
-    one thread at a time.
+    one thread at a time. The calls of several executors, on threads of their own, wait for each other.
 
-    A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which is
-    destroyed when the executor is closed. The ranks of a larger group run one after another, with collective-free
-    methods only: a collective raises at once. As on Ray, a rank has its own copies of a constructor's and a call's
-    arguments. It is not in the program's `torch.inference_mode()`, `no_grad()` or `autocast()`, and does not have the
-    program's default dtype and device. An exception is raised, as on Ray, when the result is requested; its cause is
-    the worker's own exception. The `environment` of a spec is not applied: it would change the program's own
-    environment.
+    A group of one rank runs everything, FSDP included: `torch.distributed` gets a gloo group of one rank, which the
+    executors of a process share, and which is destroyed when the last of them is closed. The ranks of a larger group
+    run one after another, with collective-free methods only: a collective raises at once. As on Ray, a rank has its own
+    copies of a constructor's and a call's arguments. It is not in the program's `torch.inference_mode()`, `no_grad()`
+    or `autocast()`, and does not have the program's default dtype and device. An exception is raised, as on Ray, when
+    the result is requested; its cause is the worker's own exception. The `environment` of a spec is not applied: it
+    would change the program's own environment.
 
     Args:
         device: where the workers' tensors live, for example `"cuda:0"`; None: the pool's kind.
@@ -223,7 +224,7 @@ class InProcessExecutor(Executor):
         self._device = device
         self._hosts: dict[WorkerGroup, list[_LocalRank]] = {}
         self._failed: dict[WorkerGroup, Failure] = {}
-        self._owns_default_group = False
+        self._default_group = DefaultGroup()
         # A signal that arrives in a method of a worker is for the whole program, which runs on this thread.
         self._guard = SignalGuard(with_interrupts=False)
         self._guard.install()
@@ -235,6 +236,7 @@ class InProcessExecutor(Executor):
 
         Raises:
             ProtocolError: also if a constructor argument cannot be copied.
+            WorkerTimeoutError: if another thread's call takes longer than `call_timeout_s`.
         """
         self._check_open()
         check_specs(pool, specs, fused=fused)
@@ -242,9 +244,9 @@ class InProcessExecutor(Executor):
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._check_device(pool)
         joining = [role for role, spec in specs.items() if spec.worker.needs_process_group]
-        if pool.num_slots == 1 and joining:
-            self._join_default_group(pool, joining)
-        with ExitStack() as undo:
+        with taking_turns(self.call_timeout_s), ExitStack() as undo:
+            if pool.num_slots == 1 and joining:
+                self._join_default_group(pool, joining)
             undo.callback(lambda: self._close([group for group in groups.values() if group in self._hosts]))
             for together in [specs] if fused else [{role: specs[role]} for role in specs]:
                 hosts: list[_LocalRank] = []
@@ -276,27 +278,26 @@ class InProcessExecutor(Executor):
         """Closes every worker and leaves the process group."""
         if self._closed:
             return
-        self._closed = True
-        try:
-            for pool in {group.pool for group in self._hosts}:
-                self.release(pool)
-        finally:
-            self._hosts.clear()
-            self._leave_default_group()
-            self._guard.restore()
+        with taking_turns(self.call_timeout_s):
+            self._closed = True
+            try:
+                for pool in {group.pool for group in self._hosts}:
+                    self.release(pool)
+            finally:
+                self._hosts.clear()
+                self._leave_default_group()
+                self._guard.restore()
 
     def _close(self, groups: Sequence[WorkerGroup]) -> None:
         """Ends whole sets of fused groups, or groups that are not fused."""
-        ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
-        self._failed = {group: each for group, each in self._failed.items() if group in self._hosts}
-        for rank in ranks.values():
-            rank.close()
-        self._leave_default_group()
+        with taking_turns(self.call_timeout_s):
+            ranks = {id(rank): rank for group in groups for rank in self._hosts.pop(group)}
+            self._failed = {group: each for group, each in self._failed.items() if group in self._hosts}
+            for rank in ranks.values():
+                rank.close()
+            self._leave_default_group()
 
     def _join_default_group(self, pool: ResourcePool, roles: Sequence[str]) -> None:
-        """Uses the process's default group of one rank, or makes one."""
-        from torch import distributed
-
         larger = [group.role for group in self._hosts if group.world_size > 1]
         if larger:
             raise ProtocolError(
@@ -304,23 +305,12 @@ class InProcessExecutor(Executor):
                 f"{', '.join(larger)} on several ranks. Set needs_process_group = False in the worker class of "
                 f"{', '.join(roles)} if it calls no collective, or use RayExecutor"
             )
-        if not distributed.is_initialized():
-            join_default_group(0, 1, device=self._device_of(pool), timeout_s=self.call_timeout_s)
-            self._owns_default_group = True
-        elif distributed.get_world_size() != 1:
-            raise ProtocolError(
-                f"this process is one of {distributed.get_world_size()} ranks already: the in-process executor needs a "
-                "process of its own, started without torchrun"
-            )
+        self._default_group.join(device=self._device_of(pool), timeout_s=self.call_timeout_s)
 
     def _leave_default_group(self) -> None:
-        """Leaves the default group that was made here once no worker group uses it: larger ones cannot use it."""
-        is_used = any(group.world_size == 1 and group.spec.worker.needs_process_group for group in self._hosts)
-        if self._owns_default_group and not is_used:
-            from torch import distributed
-
-            distributed.destroy_process_group()
-            self._owns_default_group = False
+        """Leaves the default group once no worker group of this executor uses it: larger ones cannot use it."""
+        if not any(group.world_size == 1 and group.spec.worker.needs_process_group for group in self._hosts):
+            self._default_group.leave()
 
     def _build_rank(
         self, pool: ResourcePool, specs: Mapping[str, WorkerSpec], rank: int, acting: _Acting
@@ -364,9 +354,9 @@ class InProcessExecutor(Executor):
         outcomes: dict[int, Outcome] = {}
         reports: dict[int, CallReport] = {}
         hosts = self._hosts[group]
-        copies = {rank: hosts[rank].copy_arguments(call) for rank, call in calls.items()}
         share = CallShare(spec, group.topology)
-        with _ranks_in_turn(group.world_size) as acting:
+        with taking_turns(self.call_timeout_s), _ranks_in_turn(group.world_size) as acting:
+            copies = {rank: hosts[rank].copy_arguments(call) for rank, call in calls.items()}
             for rank, call in copies.items():
                 with self._guard.watching(), acting(rank):
                     outcomes[rank], reports[rank] = hosts[rank].run(call, share)

@@ -47,6 +47,7 @@ _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
 _MOST_FAILED = 3
 """Looks in a row: one may fail where a machine is busy."""
+_STARTING = threading.Lock()
 
 
 class Cluster:
@@ -67,8 +68,12 @@ class Cluster:
     def __init__(
         self, *, address: str, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool
     ) -> None:
-        if ray.is_initialized():
-            raise PoolError("Ray already runs in this process. Close the other executor, or call ray.shutdown() first")
+        with _starting_alone():
+            self._connect(address, num_cpus, object_store_bytes, log_to_driver=log_to_driver)
+
+    def _connect(
+        self, address: str, num_cpus: int | None, object_store_bytes: int | None, *, log_to_driver: bool
+    ) -> None:
         self._watchdog: Watchdog | None = None
         self._services: dict[str, subprocess.Popen[Any]] = {}
         self._gcs: Reachability | None = None
@@ -250,6 +255,22 @@ class Cluster:
             f"the local Ray cluster did not start: {type(error).__name__}: {_in_one_line(error)}. For the reason "
             f"{where}the limits of this machine (hybridflow doctor)"
         )
+
+
+@contextmanager
+def _starting_alone() -> Iterator[None]:
+    """Refuses a second start: Ray connects a process to one cluster."""
+    if not _STARTING.acquire(blocking=False):
+        raise PoolError(
+            "Ray is being started by another thread of this process, which can use one cluster at a time. "
+            "Start one executor after the other, or each in a process of its own"
+        )
+    try:
+        if ray.is_initialized():
+            raise PoolError("Ray already runs in this process. Close the other executor, or call ray.shutdown() first")
+        yield
+    finally:
+        _STARTING.release()
 
 
 class _JobWithoutPath(JobConfig):
