@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,7 +68,7 @@ def module(tmp_path: Path) -> Iterator[Path]:
     yield path
     for name in sys.modules.keys() - before:
         del sys.modules[name]
-    sys.path[:] = [folder for folder in sys.path if folder != str(tmp_path)]
+    sys.path[:] = [folder for folder in sys.path if not Path(folder).is_relative_to(tmp_path)]
 
 
 class OwnConfig(PPOConfig):
@@ -341,14 +342,31 @@ def test_a_role_that_is_not_trained_has_no_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("form", ["file", "module"])
-def test_a_recipe_is_read_again_after_an_edit_of_its_neighbour(module: Path, form: str) -> None:
+def test_a_recipe_that_was_edited_is_loaded_again(module: Path, form: str) -> None:
     """As in a notebook, whose process goes on."""
-    neighbour = module.with_name(f"{module.stem}_sharpness.py")
-    module.write_text(f"from {neighbour.stem} import SHARPNESS\n" + MODULE.replace("= 2.0", "= SHARPNESS"))
     place = str(module) if form == "file" else module.stem
     found = []
     for sharpness in (1.5, 3.25, 3.25):
-        neighbour.write_text(f"SHARPNESS = {sharpness}\n")
+        module.write_text(MODULE.replace("= 2.0", f"= {sharpness}"))
         found.append(load_recipe(f"{place}:MINE", search_path=[str(module.parent)]))
     assert [each.config().sharpness for each in found] == [1.5, 3.25, 3.25]
     assert found[2] is found[1]
+
+
+@pytest.mark.parametrize("form", ["file", "module"])
+def test_recipes_of_two_projects_have_their_own_modules(module: Path, form: str) -> None:
+    """Ranks on Ray look for a recipe's module in the folders of the same path."""
+    neighbour = f"{module.stem}_sharpness"
+    for name in ("1.5", "3.25"):
+        folder = module.parent / name
+        folder.mkdir()
+        (folder / module.name).write_text(
+            f"from {neighbour} import SHARPNESS\n" + MODULE.replace("= 2.0", "= SHARPNESS")
+        )
+        (folder / f"{neighbour}.py").write_text(f"SHARPNESS = {name}\n")
+    for name in ("1.5", "3.25", "1.5"):
+        place = str(module.parent / name / module.name) if form == "file" else module.stem
+        found = load_recipe(f"{place}:MINE", search_path=[str(module.parent / name)])
+        assert found.config().sharpness == float(name)
+        spec = PathFinder.find_spec(module.stem)
+        assert spec is not None and spec.origin == str(module.parent / name / module.name)

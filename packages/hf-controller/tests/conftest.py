@@ -8,6 +8,7 @@ import pytest
 
 from forked_workers import forked_workers
 from hf_controller import RayExecutor, ResourcePool
+from hf_controller.signals import SignalGuard
 from hf_controller.testing import StageWorker
 
 
@@ -37,3 +38,9 @@ def pool(ray_executor: RayExecutor) -> Iterator[ResourcePool]:
     pool = ResourcePool([2], device="cpu", name="fragile")
     yield pool
     ray_executor.release(pool)
+
+
+@pytest.fixture
+def other_guards_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keeps a test's signals from executors of other tests, whose next call would end the program."""
+    monkeypatch.setattr(SignalGuard, "_installed", [])

@@ -102,7 +102,9 @@ def test_two_threads_do_not_start_ray_at_once(monkeypatch):
     thread = threading.Thread(target=make_refused)
     thread.start()
     assert begun.wait(20)
-    with pytest.raises(PoolError, match=r"another thread of this process.* Start one executor after the other"):
+    with pytest.raises(
+        PoolError, match=r"another thread of this process starts Ray.* Start one executor after the other"
+    ):
         make_cluster()
     may_end.set()
     thread.join(20)

@@ -299,7 +299,7 @@ class TerminatedInside(Worker):
 
 
 @pytest.mark.parametrize("how", ["raise", "swallow", "turn"])
-def test_sigterm_in_a_method_ends_the_program_not_the_call(how):
+def test_sigterm_in_a_method_ends_the_program_not_the_call(how, other_guards_hear_nothing):
     """Holds even if the method, or a library that it calls, handles the signal; as on Ray."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended, InProcessExecutor() as executor:

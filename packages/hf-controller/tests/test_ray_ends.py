@@ -261,7 +261,7 @@ def test_an_address_without_a_cluster_is_refused():
 
 
 CLOSED_PROGRAM = """
-import json, sys, time
+import json, signal, sys, time
 from pathlib import Path
 import ray, torch
 from tensordict import TensorDict
@@ -286,6 +286,10 @@ class Doubler(Worker):
         raise KeyError("lost")
 
 batch = TensorDict({"x": torch.arange(2)}, batch_size=[2])
+def hooks():
+    return [signal.getsignal(kind) for kind in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)], sys.unraisablehook
+
+before = hooks()
 try:
     with RayExecutor(**json.loads(sys.argv[2])) as executor:
         spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
@@ -312,6 +316,7 @@ for use in (seen.result, unseen.result, unseen.wait, lambda: unseen.num_rows, la
         raise AssertionError("it was served")
 executor.trace.drain()
 assert not ray.is_initialized()
+assert hooks() == before, (hooks(), before)
 print("refused")
 """
 

@@ -20,6 +20,8 @@ from hf_protocols import ONE_TO_ALL, ParallelSpec, Topology, WorkerTimeoutError,
 
 NUM_DRAWS = 30
 
+pytestmark = pytest.mark.usefixtures("other_guards_hear_nothing")
+
 
 class DrawingWorker(Worker):
     """Draws from every global generator, in steps between which other threads run."""
@@ -43,7 +45,7 @@ class DrawingWorker(Worker):
         assert EVENTS[name][1].wait(20)
 
 
-EVENTS = {name: (threading.Event(), threading.Event()) for name in ("call", "build", "close")}
+EVENTS = {name: (threading.Event(), threading.Event()) for name in ("call", "build", "close", "error")}
 
 
 def build(executor, seed=3):
@@ -83,8 +85,8 @@ def test_executors_on_two_threads_draw_what_each_draws_alone():
     assert run_threads(first, second) == expected
 
 
-@pytest.mark.parametrize("what", EVENTS)
-def test_a_call_of_another_thread_is_waited_for_until_the_deadline(what):
+@pytest.mark.parametrize("what", ["call", "build", "close"])
+def test_another_threads_call_is_waited_for_with_a_deadline(what):
     started, may_end = EVENTS[what]
     with InProcessExecutor() as busy, InProcessExecutor() as waiting:
         group = build(busy)
@@ -95,13 +97,35 @@ def test_a_call_of_another_thread_is_waited_for_until_the_deadline(what):
         waiting.call_timeout_s = 0.05
         actions = {"call": lambda: other.draw(), "build": lambda: build(waiting), "close": waiting.close}
         with pytest.raises(
-            WorkerTimeoutError, match=r"was not over after 0.05 s.*Wait for its end, or use RayExecutor"
+            WorkerTimeoutError, match=r"was not over after 0.05 s, or it waits.*Wait for its end, or use"
         ):
             actions[what]()
         may_end.set()
         thread.join(20)
         waiting.call_timeout_s = 20.0
         assert (other or build(waiting)).draw().result()  # nothing was lost, not even by a close that gave up
+
+
+def test_an_error_stays_where_closing_waits_in_vain():
+    started, may_end = EVENTS["error"]
+    with InProcessExecutor() as busy:
+        group = build(busy)
+        thread = threading.Thread(target=lambda: group.wait_for("error").result())
+        before = hooks()
+
+        def fail() -> None:
+            with InProcessExecutor() as waiting:
+                waiting.call_timeout_s = 0.05
+                thread.start()
+                assert started.wait(20)
+                raise KeyError("lost")
+
+        with pytest.raises(KeyError, match="lost") as raised:
+            fail()
+        assert raised.value.__notes__[0].startswith("the executor was not closed: another thread's call of an in-pr")
+        assert hooks() == before
+        may_end.set()
+        thread.join(20)
 
 
 def test_executors_close_in_any_order():

@@ -9,6 +9,8 @@ import pytest
 
 from hf_controller.signals import SignalGuard, after_imports, shielded
 
+pytestmark = pytest.mark.usefixtures("other_guards_hear_nothing")
+
 
 @pytest.fixture(autouse=True)
 def ctrl_c_is_heard():

@@ -1,94 +1,109 @@
-"""Modules of users in Python's own tables, which are those of the whole process: its path, and modules by name."""
+"""Modules of users in Python's own tables, which are those of the whole process: its path, and modules by name.
+
+Two projects may have modules of the same names. A project is a list of folders in which modules are looked for last.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
 from pathlib import Path
-from threading import Lock
 from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["found_at", "get_origin", "last_on_path", "note_loaded", "reading_again"]
+from hf_protocols.process_lock import ProcessLock
+
+__all__ = ["find_in", "found_at", "get_origin", "last_on_path"]
+
+_DIGESTS: dict[str, str] = {}
+"""SHA-256 of each file whose module a user named, by its path, before it was loaded: it may be edited after that."""
 
 
 class _Loaded(NamedTuple):
-    """A module from a user's folder."""
+    """A module or a package of a project."""
 
     module: ModuleType
-    digest: str
-    """SHA-256 of its file when it was loaded: it may be edited after that."""
+    folder: str
 
 
 _LOADED: dict[str, _Loaded] = {}
-"""By the names of modules. Under a name the program may have loaded another one since."""
-_PATH = Lock()
+"""By name; those that were set aside are not among them."""
+_SET_ASIDE: dict[str, dict[str, ModuleType]] = {}
+"""By folder: modules, by their names, that gave way to those of another project."""
+_TABLES = ProcessLock(RuntimeError, "a thread kept the tables of modules for {timeout_s} s")
+"""Is held while these tables change, and Python's."""
 _ADDED: Counter[str] = Counter()
-"""Folders on Python's path by the blocks, of any thread, that want them there. `_PATH` is held while both change."""
+"""Folders on Python's path for blocks that have not ended: how many blocks each."""
 
 
 @contextmanager
 def last_on_path(folders: Sequence[str]) -> Iterator[None]:
-    """Has modules looked for in these folders, too, after all others, while the block runs. Notes what it loads."""
-    with _PATH:
-        added = [folder for folder in folders if _ADDED[folder] or folder not in sys.path]
-        sys.path += [folder for folder in added if not _ADDED[folder]]
+    """Has modules looked for in these folders, too, after all others, while the block runs.
+
+    A module of another project gives way to one of the same name in these folders, and comes back with its project.
+    """
+    with _TABLES.held():
+        _set_namesakes_aside(folders)
+        before = dict(sys.modules)
+        added = [each for each in dict.fromkeys(folders) if _ADDED[each] or each not in sys.path]
+        sys.path += [each for each in added if not _ADDED[each]]
         _ADDED.update(added)
-    num_loaded = len(sys.modules)
     try:
         yield
     finally:
-        for name in list(sys.modules)[num_loaded:]:
-            if _lies_in(name, folders):
-                note_loaded(name)
-        with _PATH:
+        with _TABLES.held():
+            fresh = {name: module for name, module in list(sys.modules.items()) if before.get(name) is not module}
+            for name, module in fresh.items():
+                if (folder := _find_folder(name, module)) is not None and folder in folders:
+                    _LOADED[name] = _Loaded(module, folder)
             _ADDED.subtract(added)
-            for folder in added:
-                if not _ADDED[folder]:
-                    sys.path.remove(folder)
+            for each in added:
+                if not _ADDED[each]:
+                    with suppress(ValueError):  # the block may have changed the path itself
+                        sys.path.remove(each)
+
+
+def find_in(folders: Sequence[str], module_name: str) -> tuple[ModuleSpec, ModuleSpec] | None:
+    """The first part of a dotted name and the module itself, if one of the folders has both."""
+    path: Sequence[str] | None = list(folders)
+    specs = []
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, path) if path is not None else None
+        if spec is None:
+            return None
+        specs.append(spec)
+        path = spec.submodule_search_locations
+    return (specs[0], specs[-1]) if specs[-1].origin else None  # a folder without __init__.py has no function
 
 
 @contextmanager
-def reading_again(folders: Sequence[str]) -> Iterator[None]:
-    """Imports modules of these folders in the block as their files are now.
+def found_at(name: str, root: ModuleSpec, module: ModuleSpec) -> Iterator[None]:
+    """Imports the first part of a dotted name in the block from the place of `root`.
 
-    Drops those that were loaded before if one of them was edited since, and those of other folders with names that
-    these folders have, too. Functions that were taken from a module before keep it.
+    Forgets what is loaded under this name from elsewhere, and a module whose file was edited since it was loaded here.
+
+    Args:
+        name: under which the first part is imported.
+        root: of the first part.
+        module: what the dotted name stands for.
     """
-    known = {name: loaded for name, loaded in dict(_LOADED).items() if sys.modules.get(name) is loaded.module}
-    own = {name: loaded for name, loaded in known.items() if _lies_in(name, folders)}
-    if any(_digest(loaded.module) != loaded.digest for loaded in own.values()):
-        _drop(own)
-    _drop({name for name in known.keys() - own if PathFinder.find_spec(_root_of(name), folders) is not None})
-    with last_on_path(folders):
-        yield
-
-
-@contextmanager
-def found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
-    """Imports `name` in the block from the place of `spec`, and drops a module of that name from elsewhere."""
-    found = sys.modules.get(name)
-    if found is not None and get_origin(getattr(found, "__spec__", None)) != get_origin(spec):
-        _drop({each for each in list(sys.modules) if each == name or each.startswith(f"{name}.")})
-    finder = _OneModule(name, spec)
+    found, digest = sys.modules.get(name), _digest(module)
+    is_other = found is not None and get_origin(getattr(found, "__spec__", None)) != get_origin(root)
+    if is_other or _DIGESTS.get(str(module.origin), digest) != digest:
+        _forget(name)
+    _DIGESTS[str(module.origin)] = digest
+    finder = _OneModule(name, root)
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-
-
-def note_loaded(name: str) -> None:
-    """Notes a module, which an import need not have loaded, for `reading_again`."""
-    module = sys.modules.get(name)
-    if module is not None and (name not in _LOADED or _LOADED[name].module is not module):
-        _LOADED[name] = _Loaded(module, _digest(module))
 
 
 def get_origin(spec: ModuleSpec | None) -> str | None:
@@ -98,28 +113,39 @@ def get_origin(spec: ModuleSpec | None) -> str | None:
     return spec.origin or str(list(spec.submodule_search_locations or ()))
 
 
-def _drop(names: Iterable[str]) -> None:
-    for name in names:
-        sys.modules.pop(name, None)
-        _LOADED.pop(name, None)
+def _set_namesakes_aside(folders: Sequence[str]) -> None:
+    for name, (module, folder) in list(_LOADED.items()):
+        if sys.modules.get(name) is not module:
+            del _LOADED[name]
+        elif folder not in folders:
+            found = PathFinder.find_spec(name, list(folders))
+            if found is not None and found.origin is not None:  # not a folder of data
+                del _LOADED[name]
+                _SET_ASIDE.setdefault(folder, {}).update(_forget(name))
+    for folder in folders:
+        for name, module in _SET_ASIDE.pop(folder, {}).items():
+            sys.modules.setdefault(name, module)
+            if "." not in name:
+                _LOADED[name] = _Loaded(module, folder)
 
 
-def _lies_in(name: str, folders: Sequence[str]) -> bool:
-    """True if the first part of a dotted name is a module, or a package, of one of these folders itself."""
-    spec = getattr(sys.modules.get(_root_of(name)), "__spec__", None)
-    if spec is None:
-        return False
-    places = list(spec.submodule_search_locations or ([spec.origin] if spec.has_location and spec.origin else []))
-    return any(str(Path(place).resolve().parent) in folders for place in places)
+def _forget(name: str) -> dict[str, ModuleType]:
+    """Removes a module, and all that is inside of a package; returns them by name."""
+    inside = [key for key in sys.modules if key == name or key.startswith(f"{name}.")]
+    return {each: sys.modules.pop(each) for each in inside}
 
 
-def _root_of(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _digest(module: ModuleType) -> str:
+def _find_folder(name: str, module: ModuleType) -> str | None:
+    """The folder in which a module or a package lies; None for one that is inside of a package."""
     spec = getattr(module, "__spec__", None)
-    file = Path(spec.origin) if spec is not None and spec.origin else None
+    if spec is None or "." in name:
+        return None
+    places = list(spec.submodule_search_locations or ([spec.origin] if spec.has_location else []))
+    return str(Path(places[0]).parent.resolve()) if places else None
+
+
+def _digest(spec: ModuleSpec) -> str:
+    file = Path(spec.origin) if spec.origin else None
     return hashlib.sha256(file.read_bytes() if file is not None and file.is_file() else b"").hexdigest()
 
 

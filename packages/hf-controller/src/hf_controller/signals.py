@@ -38,7 +38,8 @@ class SignalGuard:
     it, as in a finalizer. The next `watching` raises it again. Python allows handlers in the main thread alone; in
     another one the guard does nothing.
 
-    Several guards may watch at once and end in any order.
+    Several guards may watch at once, and end in any order. All of them hear a signal, so that no executor of a program
+    goes on after it.
 
     Args:
         with_interrupts: watch Ctrl-C as well.
@@ -73,7 +74,7 @@ class SignalGuard:
             _set_hook(hook, handler)
 
     def restore(self) -> None:
-        """Stops watching. Handlers that were installed over these stay, and go back to those before these."""
+        """Stops watching. A handler that was installed later stays, and restores the one that this guard replaced."""
         if self not in self._installed or threading.current_thread() is not threading.main_thread():
             return
         self._installed.remove(self)

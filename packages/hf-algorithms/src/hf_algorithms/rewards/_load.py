@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from threading import RLock, Timer
+from threading import Timer
 from types import FunctionType, ModuleType
 from typing import Any
 
 from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
-from hf_algorithms.users_modules import found_at, get_origin, last_on_path, note_loaded, reading_again
+from hf_algorithms.users_modules import find_in, found_at, get_origin, last_on_path
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
+from hf_protocols.process_lock import ProcessLock
 from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import shorten, show
 
@@ -26,8 +27,13 @@ __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 _HOME = "hf_algorithms.rewards"
 _SLOW_IMPORT_S = 10.0
 """After this an import of a user's module is mentioned: nothing else would say why the program waits."""
-_IMPORTING, _LONGEST_WAIT_S = RLock(), 600.0
-"""Held during an import of a user's module, and how long other threads wait for it."""
+_LONGEST_WAIT_S = 600.0
+"""For another thread's import."""
+_IMPORTING = ProcessLock(
+    ConfigError,
+    "another thread of this process has imported a function for {timeout_s} s, and two modules of one name may be in "
+    "two folders. Wait for its end",
+)
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
@@ -70,7 +76,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         hint = _nearest(function_name, _public_functions(module))
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {where}. {hint}")
-    return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
+    return _with_neighbours(function, folders) if find_in(folders, module_name) else function
 
 
 def _is_dotted(module_name: str) -> bool:
@@ -92,19 +98,17 @@ def _find_file(name: str, file: Path, folders: list[str]) -> tuple[str, list[str
 
 def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
     importlib.invalidate_caches()
-    spec = _find_in(folders, module_name)
+    specs = find_in(folders, module_name)
     root, dot, rest = module_name.partition(".")
     try:
-        if spec is None:
+        if specs is None:
             return importlib.import_module(module_name)
-        alias = _choose_alias(root, spec, folders)
-        with reading_again(folders), found_at(alias, spec):
-            module = importlib.import_module(alias + dot + rest)
-        note_loaded(module.__name__)
-        return module
+        alias = _choose_alias(root, specs[0], folders)
+        with last_on_path(folders), found_at(alias, *specs):
+            return importlib.import_module(alias + dot + rest)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if spec is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
+        if specs is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}"
             ) from error
@@ -129,14 +133,8 @@ def _importing(name: str, module_name: str) -> Iterator[None]:
     slow.daemon = True
     slow.start()
     try:
-        if not _IMPORTING.acquire(timeout=_LONGEST_WAIT_S):
-            raise ConfigError(
-                f"{show(name)}: another thread's import was not over after {_LONGEST_WAIT_S:g} s. Wait for its end"
-            )
-        try:
+        with _IMPORTING.held(_LONGEST_WAIT_S):
             yield
-        finally:
-            _IMPORTING.release()
     finally:
         slow.cancel()
 
@@ -169,19 +167,6 @@ def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
     own = vars(function) if isinstance(function, FunctionType) else {}
     written: Callable[..., Any] = own.get("users_function", function)
     return written
-
-
-def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:
-    """The first part of a dotted name, if one of the folders has the whole of it."""
-    path: Sequence[str] | None = folders
-    specs = []
-    for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, path) if path is not None else None
-        if spec is None:
-            return None
-        specs.append(spec)
-        path = spec.submodule_search_locations
-    return specs[0] if specs[-1].origin else None  # a folder without __init__.py has no function
 
 
 def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:

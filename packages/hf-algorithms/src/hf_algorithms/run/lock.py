@@ -7,7 +7,6 @@ import fcntl
 import json
 import os
 import socket
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from hf_protocols import ConfigError
+from hf_protocols.process_lock import ProcessLock
 
 __all__ = ["LOCK", "RunLock", "check_unlocked", "training_alone"]
 
@@ -26,7 +26,11 @@ LOCK = ".lock"
 _ATTEMPTS, _PAUSE_S = 5, 0.05
 """Of taking a lock: one that only looks holds it for a moment."""
 
-_TRAINING = threading.RLock()
+_TRAINING = ProcessLock(
+    ConfigError,
+    "another thread of this process is training, and random numbers, torch's settings and Ray are those of the whole "
+    "process. Train after it ends, or in a process of its own",
+)
 
 
 class RunLock:
@@ -63,20 +67,13 @@ class RunLock:
 
 @contextmanager
 def training_alone() -> Iterator[None]:
-    """Runs the block unless another thread of this process is in such a block. Blocks of one thread may nest.
+    """Runs the block, or a function that is decorated, unless another thread of this process is in such a block.
 
     Raises:
-        ConfigError: if one is.
+        ConfigError: if another thread is. Blocks of one thread may nest.
     """
-    if not _TRAINING.acquire(blocking=False):
-        raise ConfigError(
-            "another thread of this process is training, and random numbers, torch's settings and Ray are those of the "
-            "whole process. Train after it ends, or in a process of its own"
-        )
-    try:
+    with _TRAINING.held(timeout_s=0.0):
         yield
-    finally:
-        _TRAINING.release()
 
 
 def check_unlocked(directory: Path) -> None:

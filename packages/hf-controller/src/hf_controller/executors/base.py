@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -13,7 +13,7 @@ from hf_controller.failures import Deadline
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import Dispatcher, WorkerGroup
-from hf_protocols import PoolError, ProtocolError, Topology
+from hf_protocols import HybridFlowError, PoolError, ProtocolError, Topology
 from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
@@ -121,11 +121,19 @@ class Executor(Dispatcher):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with ExitStack() as stack:
+            stack.push(lambda _kind, raised, _trace: self._close_after(error or raised))
             if kind is None and not self._closed:
                 self._end_calls()
-        finally:
+
+    def _close_after(self, error: BaseException | None) -> None:
+        """Closes the executor; if that fails, the error that came before it stays the one that is raised."""
+        try:
             self.close()
+        except HybridFlowError as failure:
+            if error is None:
+                raise
+            error.add_note(f"the executor was not closed: {failure}")
 
     def _end_calls(self) -> None:
         """Waits until the calls are over, and raises the first failure that was not reported."""

@@ -275,18 +275,24 @@ class InProcessExecutor(Executor):
         return list(together.values())
 
     def close(self) -> None:
-        """Closes every worker and leaves the process group."""
+        """Closes every worker and leaves the process group.
+
+        Raises:
+            WorkerTimeoutError: if another thread's call takes longer than `call_timeout_s`; nothing is closed then.
+        """
         if self._closed:
             return
-        with taking_turns(self.call_timeout_s):
-            self._closed = True
-            try:
-                for pool in {group.pool for group in self._hosts}:
-                    self.release(pool)
-            finally:
-                self._hosts.clear()
-                self._leave_default_group()
-                self._guard.restore()
+        try:
+            with taking_turns(self.call_timeout_s):
+                self._closed = True
+                try:
+                    for pool in {group.pool for group in self._hosts}:
+                        self.release(pool)
+                finally:
+                    self._hosts.clear()
+                    self._leave_default_group()
+        finally:
+            self._guard.restore()
 
     def _close(self, groups: Sequence[WorkerGroup]) -> None:
         """Ends whole sets of fused groups, or groups that are not fused."""

@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from hf_controller.groups.default_group import join_default_group
 from hf_protocols import ProtocolError, WorkerTimeoutError
+from hf_protocols.process_lock import ProcessLock
 
 __all__ = ["DefaultGroup", "taking_turns"]
 
-_TURN = threading.RLock()
+_TURN = ProcessLock(
+    WorkerTimeoutError,
+    "another thread's call of an in-process executor was not over after {timeout_s} s, or it waits for this one: in a "
+    "process such calls run one at a time. Wait for its end, or use a process of its own for one of them",
+)
 
 
-@contextmanager
-def taking_turns(timeout_s: float) -> Iterator[None]:
+def taking_turns(timeout_s: float) -> AbstractContextManager[None]:
     """Runs the block while no other thread is in such a block. Blocks of one thread may nest.
 
     A rank's random numbers, default dtype and process group are those of the whole process while it acts.
 
     Args:
-        timeout_s: deadline of the other threads' blocks.
+        timeout_s: how long the block of another thread is waited for.
 
     Raises:
-        WorkerTimeoutError: if another thread is not done by then.
+        WorkerTimeoutError: if it is not over by then.
     """
-    if not _TURN.acquire(timeout=timeout_s):
-        raise WorkerTimeoutError(
-            f"another thread's call of an in-process executor was not over after {timeout_s:g} s, and these calls run "
-            "one at a time in a process. Wait for its end, or use RayExecutor or another process"
-        )
-    try:
-        yield
-    finally:
-        _TURN.release()
+    return _TURN.held(timeout_s)
 
 
 class DefaultGroup:

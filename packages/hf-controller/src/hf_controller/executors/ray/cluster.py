@@ -31,6 +31,7 @@ from hf_controller.local_start import check_local_start, find_temp_dir
 from hf_controller.signals import shielded
 from hf_protocols import HybridFlowError, PoolError, WorkerTimeoutError, read_machine_limits
 from hf_protocols.foreign_code import Caught, raised_as
+from hf_protocols.process_lock import ProcessLock
 from hf_protocols.validation import show
 
 __all__ = ["Cluster", "Reachability"]
@@ -47,7 +48,11 @@ _LOOK_S = 2.0
 _LOOK_TIMEOUT_S = 1.0
 _MOST_FAILED = 3
 """Looks in a row: one may fail where a machine is busy."""
-_STARTING = threading.Lock()
+_STARTING = ProcessLock(
+    PoolError,
+    "another thread of this process starts Ray, which connects a process to one cluster at a time. Start one executor "
+    "after the other, or each in a process of its own",
+)
 
 
 class Cluster:
@@ -68,7 +73,11 @@ class Cluster:
     def __init__(
         self, *, address: str, num_cpus: int | None, object_store_bytes: int | None, log_to_driver: bool
     ) -> None:
-        with _starting_alone():
+        with _STARTING.held(timeout_s=0.0), _keeping_sigterm():
+            if ray.is_initialized():
+                raise PoolError(
+                    "Ray already runs in this process. Close the other executor, or call ray.shutdown() first"
+                )
             self._connect(address, num_cpus, object_store_bytes, log_to_driver=log_to_driver)
 
     def _connect(
@@ -258,19 +267,14 @@ class Cluster:
 
 
 @contextmanager
-def _starting_alone() -> Iterator[None]:
-    """Refuses a second start: Ray connects a process to one cluster."""
-    if not _STARTING.acquire(blocking=False):
-        raise PoolError(
-            "Ray is being started by another thread of this process, which can use one cluster at a time. "
-            "Start one executor after the other, or each in a process of its own"
-        )
+def _keeping_sigterm() -> Iterator[None]:
+    """Puts the program's handler back: Ray sets one of its own when it starts, and leaves it."""
+    before = signal.getsignal(signal.SIGTERM)
     try:
-        if ray.is_initialized():
-            raise PoolError("Ray already runs in this process. Close the other executor, or call ray.shutdown() first")
         yield
     finally:
-        _STARTING.release()
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is not before:
+            signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
 
 
 class _JobWithoutPath(JobConfig):

@@ -339,20 +339,22 @@ class RayExecutor(Executor):
         keeps_logs = keeps_logs or any(
             each.is_gone for actor_group in self._list_actor_groups() for each in actor_group.processes
         )
-        with shielded():
-            try:
-                self.trace.drain()
-                for occupied in self._occupied.values() if not self._cluster.is_lost else ():
-                    occupied.end(occupied.actor_groups, orderly=orderly)
-                    if self._joined:  # our own cluster ends with us
-                        occupied.placed.remove()
-            finally:
-                self._occupied.clear()
-                self._actor_groups.clear()
-                self._ray_store.close()
-                self._waiter.close()
-                self._cluster.stop(keeps_logs=keeps_logs)
-                self._guard.restore()
+        try:
+            with shielded():
+                try:
+                    self.trace.drain()
+                    for occupied in self._occupied.values() if not self._cluster.is_lost else ():
+                        occupied.end(occupied.actor_groups, orderly=orderly)
+                        if self._joined:  # our own cluster ends with us
+                            occupied.placed.remove()
+                finally:
+                    self._occupied.clear()
+                    self._actor_groups.clear()
+                    self._ray_store.close()
+                    self._waiter.close()
+                    self._cluster.stop(keeps_logs=keeps_logs)
+        finally:  # after the block, which puts back the handlers that it found
+            self._guard.restore()
 
     def _launch(self, group: WorkerGroup, spec: MethodSpec, calls: Mapping[int, Call]) -> RayCall:
         actor_group, occupied = self._actor_group_of(group), self._occupied[group.pool]
