@@ -44,6 +44,15 @@ def test_the_size_of_the_object_store_reaches_the_executor(monkeypatch: pytest.M
     assert given["object_store_bytes"] == 100 << 20
 
 
+def test_the_executor_in_process_has_the_deadline_of_a_call() -> None:
+    """In which calls of other threads, such as those of an evaluation, have to end."""
+    config = parse_config(
+        {"data": {"train": "rows.jsonl"}, "run": {"executor": "in_process"}, "cluster": {"call_timeout_s": 7.0}}
+    )
+    with loop.build_executor(config, SimpleNamespace(pools=[])) as executor:  # type: ignore[arg-type]
+        assert executor.call_timeout_s == 7.0
+
+
 @pytest.mark.parametrize(
     ("cluster", "words"),
     [

@@ -424,7 +424,9 @@ class _Run:
 def build_executor(config: Config, plan: MappingPlan) -> Executor:
     """Returns the executor that `run.executor` names, with a slot for each of the plan's."""
     if config.run.executor == "in_process":
-        return InProcessExecutor()
+        executor = InProcessExecutor()
+        executor.call_timeout_s = config.cluster.call_timeout_s
+        return executor
     from hf_controller import RayExecutor  # Ray takes a second to import, and need not be installed
 
     slots = sum(pool.num_slots for pool in plan.pools)
