@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, Literal
 
@@ -354,19 +353,16 @@ def test_a_recipe_that_was_edited_is_loaded_again(module: Path, form: str) -> No
 
 
 @pytest.mark.parametrize("form", ["file", "module"])
-def test_recipes_of_two_projects_have_their_own_modules(module: Path, form: str) -> None:
-    """Ranks on Ray look for a recipe's module in the folders of the same path."""
-    neighbour = f"{module.stem}_sharpness"
-    for name in ("1.5", "3.25"):
+def test_a_recipe_is_not_taken_for_its_namesake(module: Path, form: str) -> None:
+    for name in ("first", "second"):
+        (module.parent / name).mkdir()
+        (module.parent / name / module.name).write_text(MODULE)
+
+    def load(name: str) -> Recipe:
         folder = module.parent / name
-        folder.mkdir()
-        (folder / module.name).write_text(
-            f"from {neighbour} import SHARPNESS\n" + MODULE.replace("= 2.0", "= SHARPNESS")
-        )
-        (folder / f"{neighbour}.py").write_text(f"SHARPNESS = {name}\n")
-    for name in ("1.5", "3.25", "1.5"):
-        place = str(module.parent / name / module.name) if form == "file" else module.stem
-        found = load_recipe(f"{place}:MINE", search_path=[str(module.parent / name)])
-        assert found.config().sharpness == float(name)
-        spec = PathFinder.find_spec(module.stem)
-        assert spec is not None and spec.origin == str(module.parent / name / module.name)
+        place = str(folder / module.name) if form == "file" else module.stem
+        return load_recipe(f"{place}:MINE", search_path=[str(folder)])
+
+    assert load("first") is load("first")
+    with pytest.raises(ConfigError, match=rf"another module is named .*, {module.parent}/first/.*. Rename the file"):
+        load("second")

@@ -5,23 +5,26 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from importlib.machinery import PathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised
-from hf_algorithms.users_modules import find_in, found_at, get_origin, last_on_path
 from hf_protocols import ConfigError
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.process_lock import ProcessLock
 from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import shorten_list, show
 
 __all__ = ["load_recipe"]
 
-_FOLDERS: list[str] = []
-"""Of users' recipes, on Python's path; those of the last one first."""
+_CONTENTS: dict[str, bytes] = {}
+"""Of the files of recipes' modules, by name, when they were loaded: they may be edited after that."""
+_IMPORTING = ProcessLock(
+    ConfigError, "another thread of this process has imported a recipe for {timeout_s} s. Wait for its end"
+)
 
 
 def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
@@ -49,10 +52,12 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         folders, place = [str(file.parent)], file.stem
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(f"{label}: {show(place)} is not a module's name. Write module:RECIPE or file.py:RECIPE")
-    _put_first_of_users(folders)
-    module = _import(place, folders, label)
+    # Ranks import the module by its name as well: they look in the folders of this path.
+    sys.path += [folder for folder in folders if folder not in sys.path]
+    module = _import(place, label)
     origin = getattr(module, "__file__", None)  # built-in modules have no file
-    if reference.rpartition(":")[0].endswith(".py") and Path(origin or "").resolve() != file:
+    named = file if reference.rpartition(":")[0].endswith(".py") else _find(place, folders)
+    if named is not None and Path(origin or "").resolve() != named.resolve():
         raise ConfigError(f"{label}: another module is named {show(place)}, {origin or 'built in'}. Rename the file")
     found = getattr(module, name, None)
     if not isinstance(found, Recipe):
@@ -72,15 +77,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     return found
 
 
-def _put_first_of_users(folders: Sequence[str]) -> None:
-    """Ranks import a recipe by its name: they look in the folders of this path, of which another recipe has others."""
-    own = [each for each in folders if each in _FOLDERS or each not in sys.path]
-    others = [each for each in _FOLDERS if each in sys.path and each not in own]
-    sys.path[:] = [*(each for each in sys.path if each not in {*own, *others}), *own, *others]
-    _FOLDERS[:] = [*own, *others]
-
-
-def _import(name: str, folders: Sequence[str], label: str) -> Any:
+def _import(name: str, label: str) -> Any:
     from hf_controller import Terminated
 
     def describe(error: BaseException) -> ConfigError:
@@ -90,9 +87,29 @@ def _import(name: str, folders: Sequence[str], label: str) -> Any:
         return ConfigError(f"{label}: its module raised {describe_raised(error)}")
 
     importlib.invalidate_caches()
-    root = name.partition(".")[0]
-    with raised_as(describe, also=(SystemExit,), but=(Terminated,)), last_on_path(folders), ExitStack() as stack:
-        specs = find_in(folders, name)
-        if specs is not None and get_origin(PathFinder.find_spec(root)) == get_origin(specs[0]):  # else it is hidden
-            stack.enter_context(found_at(root, *specs))
-        return importlib.import_module(name)
+    with _IMPORTING.held(), raised_as(describe, also=(SystemExit,), but=(Terminated,)):
+        is_loaded = name in sys.modules
+        module = importlib.import_module(name)
+        content = _read(module)
+        if is_loaded and _CONTENTS.get(name, content) != content:
+            module = importlib.reload(module)
+        _CONTENTS[name] = content
+        return module
+
+
+def _read(module: ModuleType) -> bytes:
+    """The file of a module as it is now; nothing for one without a file."""
+    file = getattr(module, "__file__", None)
+    return Path(file).read_bytes() if file is not None and Path(file).is_file() else b""
+
+
+def _find(name: str, folders: Sequence[str]) -> Path | None:
+    """The file of a module in one of these folders."""
+    path: Sequence[str] | None = list(folders)
+    spec = None
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, path) if path is not None else None
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import pkgutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from threading import Timer
 from types import FunctionType, ModuleType
@@ -15,7 +19,6 @@ from typing import Any
 
 from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised
-from hf_algorithms.users_modules import find_in, found_at, get_origin, last_on_path
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
 from hf_protocols.process_lock import ProcessLock
@@ -25,15 +28,18 @@ from hf_protocols.validation import shorten, show
 __all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
 
 _HOME = "hf_algorithms.rewards"
+_DIGESTS: dict[str, str] = {}
+"""SHA-256 of the file of each user's module, by the module's name, when it was loaded: it may be edited after that."""
 _SLOW_IMPORT_S = 10.0
 """After this an import of a user's module is mentioned: nothing else would say why the program waits."""
-_LONGEST_WAIT_S = 600.0
-"""For another thread's import."""
+_LONGEST_WAIT_S = 120.0
+"""For imports of other threads: two modules of one name may be in two folders."""
 _IMPORTING = ProcessLock(
-    ConfigError,
-    "another thread of this process has imported a function for {timeout_s} s, and two modules of one name may be in "
-    "two folders. Wait for its end",
+    ConfigError, "another thread of this process has imported a function for {timeout_s} s. Wait for its end"
 )
+_PATH = ProcessLock(RuntimeError, "another thread changed Python's path for {timeout_s} s")
+_ADDED: Counter[str] = Counter()
+"""Folders on Python's path for blocks that have not ended: how many blocks each. `_PATH` is held where it changes."""
 SHIPPED = ("exact_match", "gsm8k_accuracy", "gsm8k_reward", "math_verify", "number_match")
 """Functions of `hf_algorithms.rewards` that their names alone stand for."""
 
@@ -68,7 +74,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         )
     if is_file:
         module_name, folders = _find_file(name, Path(module_name).expanduser(), folders)
-    with _importing(name, module_name):
+    with _IMPORTING.held(_LONGEST_WAIT_S), _mentioned(name, module_name):
         module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):
@@ -76,7 +82,7 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         hint = _nearest(function_name, _public_functions(module))
         where = getattr(module, "__file__", None) or module_name
         raise ConfigError(f"{show(name)}: {shorten(function_name)} {found} in {where}. {hint}")
-    return _with_neighbours(function, folders) if find_in(folders, module_name) else function
+    return _with_neighbours(function, folders) if _find_in(folders, module_name) else function
 
 
 def _is_dotted(module_name: str) -> bool:
@@ -98,17 +104,17 @@ def _find_file(name: str, file: Path, folders: list[str]) -> tuple[str, list[str
 
 def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
     importlib.invalidate_caches()
-    specs = find_in(folders, module_name)
+    spec = _find_in(folders, module_name)
     root, dot, rest = module_name.partition(".")
     try:
-        if specs is None:
+        if spec is None:
             return importlib.import_module(module_name)
-        alias = _choose_alias(root, specs[0], folders)
-        with last_on_path(folders), found_at(alias, *specs):
+        alias = _choose_alias(root, spec, folders)
+        with _found_at(alias, spec), _last_on_path(folders):
             return importlib.import_module(alias + dot + rest)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if specs is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
+        if spec is not None or not (module_name == missing or module_name.startswith(f"{missing}.")):
             raise ConfigError(
                 f"{show(name)}: importing {shorten(module_name)} raised {describe_raised(error)}"
             ) from error
@@ -127,14 +133,13 @@ def _import(module_name: str, folders: list[str], name: str) -> ModuleType:
 
 
 @contextmanager
-def _importing(name: str, module_name: str) -> Iterator[None]:
-    """Mentions an import that takes long. One thread at a time: two modules of one name may be in two folders."""
+def _mentioned(name: str, module_name: str) -> Iterator[None]:
+    """Mentions an import that takes long."""
     slow = Timer(_SLOW_IMPORT_S, _say_slow, (name, module_name))
     slow.daemon = True
     slow.start()
     try:
-        with _IMPORTING.held(_LONGEST_WAIT_S):
-            yield
+        yield
     finally:
         slow.cancel()
 
@@ -145,14 +150,31 @@ def _say_slow(name: str, module_name: str) -> None:
     sys.stderr.flush()
 
 
+@contextmanager
+def _last_on_path(folders: list[str]) -> Iterator[None]:
+    with _PATH.held():
+        added = [each for each in dict.fromkeys(folders) if _ADDED[each] or each not in sys.path]
+        sys.path += [each for each in added if not _ADDED[each]]
+        _ADDED.update(added)
+    try:
+        yield
+    finally:
+        with _PATH.held():
+            _ADDED.subtract(added)
+            for each in added:
+                if not _ADDED[each]:
+                    with suppress(ValueError):  # the block may have changed the path itself
+                        sys.path.remove(each)
+
+
 def imports_from(search_path: Sequence[str]) -> AbstractContextManager[None]:
     """Lets the code of a block import a user's modules from these folders, after installed ones."""
-    return last_on_path([str(Path(folder).resolve()) for folder in search_path])
+    return _last_on_path([str(Path(folder).resolve()) for folder in search_path])
 
 
 def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callable[..., Any]:
     def call(*arguments: Any, **options: Any) -> Any:
-        with last_on_path(folders):
+        with _last_on_path(folders):
             return function(*arguments, **options)
 
     # Attributes of a user's object may raise anything: a function has those that are wanted.
@@ -169,6 +191,19 @@ def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return written
 
 
+def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:
+    """The first part of a dotted name, if one of the folders has the whole of it."""
+    path: Sequence[str] | None = folders
+    specs = []
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, path) if path is not None else None
+        if spec is None:
+            return None
+        specs.append(spec)
+        path = spec.submodule_search_locations
+    return specs[0] if specs[-1].origin else None  # a folder without __init__.py has no function
+
+
 def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
     """The name to load a user's module under: another one if an installed module has its name.
 
@@ -177,7 +212,58 @@ def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:
     own_path = [entry for entry in sys.path if str(Path(entry).resolve()) not in folders]
     # Other finders know modules of their own, such as built-in ones and editable installations.
     found = [each.find_spec(root, own_path if each is PathFinder else None) for each in sys.meta_path]
-    return root if {get_origin(each) for each in found if each is not None} <= {get_origin(spec)} else f"users_{root}"
+    return root if {_origin(each) for each in found if each is not None} <= {_origin(spec)} else f"users_{root}"
+
+
+@contextmanager
+def _found_at(name: str, spec: ModuleSpec) -> Iterator[None]:
+    """Imports `name` from the place of `spec` in the block; drops a module loaded from elsewhere, or changed since."""
+    loaded, digest = sys.modules.get(name), _digest(spec)
+    is_other = loaded is not None and _origin(loaded.__spec__) != _origin(spec)
+    if is_other or _DIGESTS.get(name, digest) != digest:
+        for module in [key for key in list(sys.modules) if key == name or key.startswith(f"{name}.")]:
+            del sys.modules[module]
+    _DIGESTS[name] = digest
+    finder = _OneModule(name, spec)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _OneModule(MetaPathFinder):
+    """Finds a single module."""
+
+    def __init__(self, name: str, spec: ModuleSpec) -> None:
+        self._name = name
+        self._origin = spec.origin
+        self._folders = spec.submodule_search_locations
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The module, if it is asked for."""
+        if fullname != self._name:
+            return None
+        folders = None if self._folders is None else list(self._folders)
+        if self._origin is not None:
+            return spec_from_file_location(fullname, self._origin, submodule_search_locations=folders)
+        spec = ModuleSpec(fullname, None, is_package=True)
+        spec.submodule_search_locations = folders
+        return spec
+
+
+def _origin(spec: ModuleSpec | None) -> str | None:
+    if spec is None:
+        return None
+    # A package without __init__.py has folders and no file.
+    return spec.origin or str(list(spec.submodule_search_locations or ()))
+
+
+def _digest(spec: ModuleSpec) -> str:
+    file = Path(spec.origin) if spec.origin else None
+    return hashlib.sha256(file.read_bytes() if file is not None and file.is_file() else b"").hexdigest()
 
 
 def _module_names(folders: list[str]) -> list[str]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -14,6 +14,7 @@ from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import Dispatcher, WorkerGroup
 from hf_protocols import HybridFlowError, PoolError, ProtocolError, Topology
+from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from hf_controller.data.futures import BatchFuture
 
-__all__ = ["Executor", "check_pool", "check_specs"]
+__all__ = ["Executor", "check_pool", "check_specs", "close_after"]
 
 _check_pool = Checks(PoolError)
 _check_protocol = Checks(ProtocolError)
@@ -121,19 +122,16 @@ class Executor(Dispatcher):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as stack:
-            stack.push(lambda _kind, raised, _trace: self._close_after(error or raised))
-            if kind is None and not self._closed:
-                self._end_calls()
-
-    def _close_after(self, error: BaseException | None) -> None:
-        """Closes the executor; if that fails, the error that came before it stays the one that is raised."""
+        failure = error
         try:
-            self.close()
-        except HybridFlowError as failure:
-            if error is None:
-                raise
-            error.add_note(f"the executor was not closed: {failure}")
+            if kind is None and not self._closed:
+                with Caught() as caught:
+                    self._end_calls()
+                failure = caught.error
+        finally:
+            close_after(failure, self.close)
+        if failure is not None and failure is not error:
+            raise failure
 
     def _end_calls(self) -> None:
         """Waits until the calls are over, and raises the first failure that was not reported."""
@@ -167,6 +165,18 @@ class Executor(Dispatcher):
                 f"pool {show(pool.name)} has a group {', '.join(taken)} already. Choose another name, or release the "
                 "pool first"
             )
+
+
+def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
+    """Closes an executor after an error, if there was one, which stays the one that is raised: that of `close` becomes
+    a note on it.
+    """
+    try:
+        close()
+    except HybridFlowError as failure:
+        if error is None:
+            raise
+        error.add_note(f"the executor was not closed: {failure}")
 
 
 def check_pool(pool: object) -> None:

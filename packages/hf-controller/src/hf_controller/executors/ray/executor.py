@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hf_controller.executors.base import Executor, check_pool, check_specs
+from hf_controller.executors.base import Executor, check_pool, check_specs, close_after
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.actor_group import (
     ActorGroup,
@@ -45,6 +45,7 @@ from hf_controller.local_start import choose_store_bytes
 from hf_controller.signals import SignalGuard, shielded
 from hf_controller.trace import Trace
 from hf_protocols import ConfigError, MethodSpec, PoolError
+from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import Checks, show
 
 __all__ = ["RayExecutor"]
@@ -273,12 +274,17 @@ class RayExecutor(Executor):
     ) -> None:
         # After an exception ranks may hang in a collective, so nobody is asked to finish.
         orderly, keeps_logs = False, kind is None or issubclass(kind, Exception)
+        failure = error
         try:
             if kind is None and not self._closed:
-                self._end_calls()
-                orderly, keeps_logs = True, False
+                with Caught() as caught:
+                    self._end_calls()
+                    orderly, keeps_logs = True, False
+                failure = caught.error
         finally:
-            self._close(orderly=orderly, keeps_logs=keeps_logs)
+            close_after(failure, functools.partial(self._close, orderly=orderly, keeps_logs=keeps_logs))
+        if failure is not None and failure is not error:
+            raise failure
 
     def _finish_calls(self) -> None:
         late: set[ResourcePool] = set()
