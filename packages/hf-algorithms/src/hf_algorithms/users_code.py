@@ -1,4 +1,4 @@
-"""Errors that code of a user's own raised: rewards, recipes, estimators, losses."""
+"""Code of a user's own, in rewards, recipes, estimators and losses: where it is found, and errors that it raised."""
 
 from __future__ import annotations
 
@@ -6,13 +6,28 @@ import linecache
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_raised", "is_installed", "pickle_with_module", "place_of"]
+__all__ = ["describe_raised", "find_specs", "is_installed", "pickle_with_module", "place_of"]
 
 _OURS = ("hf_protocols", "hf_engine", "hf_mapper", "hf_controller", "hf_algorithms")
 _LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+def find_specs(folders: Sequence[str], module_name: str) -> list[ModuleSpec]:
+    """Returns where the parts of a dotted name are, if one of the folders has all of them; else, an empty list."""
+    path: Sequence[str] | None = folders
+    specs: list[ModuleSpec] = []
+    for part in module_name.split("."):
+        spec = PathFinder.find_spec(part, path) if path is not None else None
+        if spec is None:
+            return []
+        specs.append(spec)
+        path = spec.submodule_search_locations
+    return specs
 
 
 def describe_raised(error: BaseException) -> str:

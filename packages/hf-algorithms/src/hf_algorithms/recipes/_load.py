@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hf_algorithms.recipes._recipe import Recipe
-from hf_algorithms.users_code import describe_raised
+from hf_algorithms.users_code import describe_raised, find_specs
 from hf_protocols import ConfigError
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.process_lock import ProcessLock
@@ -43,6 +42,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     if not (colon and place and name.isidentifier()):
         raise ConfigError(f"{label}: it does not name a recipe. Write module:RECIPE or file.py:RECIPE")
     folders = [str(Path(folder).resolve()) for folder in search_path]
+    file = None
     if place.endswith(".py"):
         given = Path(place).expanduser()
         candidates = [given.resolve(), *(Path(folder, given).resolve() for folder in folders)]
@@ -56,8 +56,9 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
     sys.path += [folder for folder in folders if folder not in sys.path]
     module = _import(place, label)
     origin = getattr(module, "__file__", None)  # built-in modules have no file
-    named = file if reference.rpartition(":")[0].endswith(".py") else _find(place, folders)
-    if named is not None and Path(origin or "").resolve() != named.resolve():
+    if file is None and (specs := find_specs(folders, place)) and specs[-1].origin:
+        file = Path(specs[-1].origin).resolve()
+    if file is not None and Path(origin or "").resolve() != file:
         raise ConfigError(f"{label}: another module is named {show(place)}, {origin or 'built in'}. Rename the file")
     found = getattr(module, name, None)
     if not isinstance(found, Recipe):
@@ -101,15 +102,3 @@ def _read(module: ModuleType) -> bytes:
     """The file of a module as it is now; nothing for one without a file."""
     file = getattr(module, "__file__", None)
     return Path(file).read_bytes() if file is not None and Path(file).is_file() else b""
-
-
-def _find(name: str, folders: Sequence[str]) -> Path | None:
-    """The file of a module in one of these folders."""
-    path: Sequence[str] | None = list(folders)
-    spec = None
-    for part in name.split("."):
-        spec = PathFinder.find_spec(part, path) if path is not None else None
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None

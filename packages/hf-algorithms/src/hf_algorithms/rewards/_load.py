@@ -18,7 +18,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from hf_algorithms.url_secrets import hide_secrets
-from hf_algorithms.users_code import describe_raised
+from hf_algorithms.users_code import describe_raised, find_specs
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
 from hf_protocols.process_lock import ProcessLock
@@ -193,15 +193,8 @@ def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:
     """The first part of a dotted name, if one of the folders has the whole of it."""
-    path: Sequence[str] | None = folders
-    specs = []
-    for part in module_name.split("."):
-        spec = PathFinder.find_spec(part, path) if path is not None else None
-        if spec is None:
-            return None
-        specs.append(spec)
-        path = spec.submodule_search_locations
-    return specs[0] if specs[-1].origin else None  # a folder without __init__.py has no function
+    specs = find_specs(folders, module_name)
+    return specs[0] if specs and specs[-1].origin else None  # a folder without __init__.py has no function
 
 
 def _choose_alias(root: str, spec: ModuleSpec, folders: list[str]) -> str:

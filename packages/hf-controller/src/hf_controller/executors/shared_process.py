@@ -41,6 +41,7 @@ class DefaultGroup:
     _made: ClassVar[Any] = None
     """The group that was made here."""
     _users: ClassVar[set[DefaultGroup]] = set()
+    """Of that group: it is destroyed when there are none left."""
 
     def join(self, *, device: str, timeout_s: float) -> None:
         """Uses the process's default group, or makes one; see `join_default_group`.
