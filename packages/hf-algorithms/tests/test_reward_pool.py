@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +238,17 @@ def wait_until(condition: Callable[[], bool], most_s: float = 20.0) -> bool:
         if condition():
             return True
     return False
+
+
+@pytest.mark.parametrize("num_processes", [0, 1])
+def test_a_call_imports_neighbours_of_a_file_in_any_folder(tmp_path: Path, num_processes: int) -> None:
+    """`file.py:function` names a file outside of the folders of the configuration."""
+    (tmp_path / "lazy_rewards.py").write_text(
+        "def score(responses):\n    import lazy_neighbour\n    return [lazy_neighbour.PAID] * len(responses)\n"
+    )
+    (tmp_path / "lazy_neighbour.py").write_text("PAID = 2.5\n")
+    (tmp_path / "other").mkdir()
+    spec = FunctionSpec(name="lazy", function=f"{tmp_path}/lazy_rewards.py:score")
+    with closing(ScoringFunctions([spec], search_path=[str(tmp_path / "other")], num_processes=num_processes)) as pool:
+        (scored,) = pool.score(samples("a", "b"), [0])
+    assert scored.scores == [2.5, 2.5]

@@ -25,7 +25,7 @@ from hf_protocols.process_lock import ProcessLock
 from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import shorten, show
 
-__all__ = ["SHIPPED", "get_users_function", "imports_from", "load_function"]
+__all__ = ["SHIPPED", "get_users_folders", "get_users_function", "imports_from", "load_function"]
 
 _HOME = "hf_algorithms.rewards"
 _DIGESTS: dict[str, str] = {}
@@ -180,7 +180,7 @@ def _with_neighbours(function: Callable[..., Any], folders: list[str]) -> Callab
     # Attributes of a user's object may raise anything: a function has those that are wanted.
     named = function if isinstance(function, FunctionType) else type(function)
     call.__module__, call.__qualname__, call.__name__ = named.__module__, named.__qualname__, named.__name__
-    call.users_function = function  # type: ignore[attr-defined]
+    call.users_function, call.folders = function, tuple(folders)  # type: ignore[attr-defined]
     return call
 
 
@@ -189,6 +189,12 @@ def get_users_function(function: Callable[..., Any]) -> Callable[..., Any]:
     own = vars(function) if isinstance(function, FunctionType) else {}
     written: Callable[..., Any] = own.get("users_function", function)
     return written
+
+
+def get_users_folders(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Folders in which the modules of a function are looked for that `load_function` returned."""
+    folders: tuple[str, ...] = vars(function).get("folders", ()) if function is not get_users_function(function) else ()
+    return folders
 
 
 def _find_in(folders: list[str], module_name: str) -> ModuleSpec | None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from hf_algorithms.rewards._load import get_users_function, load_function
+from hf_algorithms.rewards._load import get_users_folders, get_users_function, load_function
 from hf_algorithms.rewards._pool.messages import CallExpired, Calls, ExpiredCall, Outcome, RaisedCall
 from hf_algorithms.rewards._result_numbers import WrongResult
 from hf_algorithms.rewards._results import CallScores, read_result
@@ -57,11 +57,13 @@ class Loader(NamedTuple):
     function: Callable[..., Any] | None = None
 
     def load(self) -> Callable[..., Any]:
-        """Returns the user's function."""
+        """Returns the user's function. Modules that its calls import are found where those of its own module were."""
         if self.function is not None:
             return self.function
         sys.path += [folder for folder in self.search_path if folder not in sys.path]
-        return get_users_function(load_function(self.name, search_path=self.search_path))
+        function = load_function(self.name, search_path=self.search_path)
+        sys.path += [folder for folder in get_users_folders(function) if folder not in sys.path]
+        return get_users_function(function)
 
 
 class ChunkResult(NamedTuple):
