@@ -42,7 +42,7 @@ def test_all_lists_what_can_be_imported(name: str) -> None:
 def test_the_package_offers_what_its_modules_offer() -> None:
     offered = {member for name in PUBLIC[1:] for member in importlib.import_module(name).__all__}
     only_in_modules = {"Collect", "Distribute", "FromArgument", "Method", "Returns", "Rows", "check_transfer_protocol"}
-    apart = "columns drawing foreign_code outer_files paths positions similar_names toml validation"
+    apart = "columns drawing foreign_code outer_files paths positions process_lock similar_names toml validation"
     for name in apart.split():
         only_in_modules |= set(importlib.import_module(f"hf_protocols.{name}").__all__)
     assert set(hf_protocols.__all__) == offered - only_in_modules
