@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -46,7 +48,9 @@ def test_an_error_in_the_block_frees_it(lock):
     assert held_elsewhere(lock, 0) is None
 
 
-def test_another_thread_waits_for_it(lock):
+@contextmanager
+def held_by_a_thread(lock: ProcessLock) -> Iterator[threading.Event]:
+    """Yields an event at which another thread, which holds the lock, frees it; at the latest when the block ends."""
     is_held, may_free = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -56,34 +60,31 @@ def test_another_thread_waits_for_it(lock):
 
     thread = threading.Thread(target=hold)
     thread.start()
-    assert is_held.wait(20)
-    threading.Timer(0.05, may_free.set).start()
-    with lock.held(20):
-        assert may_free.is_set()
-    thread.join(20)
+    try:
+        assert is_held.wait(20)
+        yield may_free
+    finally:
+        may_free.set()
+        thread.join(20)
+
+
+def test_another_thread_waits_for_it(lock):
+    with held_by_a_thread(lock) as may_free:
+        threading.Timer(0.05, may_free.set).start()
+        with lock.held(20):
+            assert may_free.is_set()
 
 
 def test_a_forked_process_finds_it_free(lock):
     """Also while another thread of its parent holds it."""
-    is_held, may_free = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        with lock.held():
-            is_held.set()
-            assert may_free.wait(20)
-
-    thread = threading.Thread(target=hold)
-    thread.start()
-    assert is_held.wait(20)
-    child = os.fork()
-    if not child:
-        try:
-            with lock.held(0):
-                pass
-        except KeyError:
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    may_free.set()
-    thread.join(20)
+    with held_by_a_thread(lock):
+        child = os.fork()
+        if not child:
+            try:
+                with lock.held(0):
+                    pass
+            except KeyError:
+                os._exit(1)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0

@@ -48,6 +48,7 @@ _LOADERS: Mapping[str, Callable[[str], type]] = {"rollout.backend": load_rollout
 _MADE = ("characters", "bpe")
 """Values of `model.tokenizer` that make one from the training texts."""
 _LONGEST_WAIT_S = 600.0
+"""For calls of in-process executors on other threads, before a fresh model is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
