@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -122,24 +122,34 @@ def write_keys(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
 
 
 def write_algorithm_keys() -> Iterator[str]:
-    """A row for each key that any recipe has."""
+    """A row for each key that any recipe has, or several where it does not mean the same in all."""
     configs = {name: recipe.config for recipes in COMMAND_RECIPES.values() for name, recipe in recipes.items()}
-    rows: dict[str, dict[str, tuple[str, str, str, str]]] = {}
+    keys: dict[str, dict[str, dict[str, tuple[str, str, str, str]]]] = {}
     for name, config in configs.items():
         for row in write_keys(config):
-            rows.setdefault(row[0], {})[name] = row
-    for key, found in rows.items():
-        own_name = key == "`name`"
-        kind = "text" if own_name else max((row[1] for row in found.values()), key=len)  # some allow fewer values
-        defaults = {row[2] for row in found.values()}
-        default = '`"ppo"`' if own_name else defaults.pop() if len(defaults) == 1 else "*differs*"
-        meaning = next(row[3] for row in found.values())
-        if own_name:
-            meaning = describe_keys(AlgorithmConfig)["name"] or "Name of a shipped algorithm."
-        owners = "all" if len(found) == len(configs) else ", ".join(f"`{name}`" for name in found)
-        if 2 * len(found) > len(configs) > len(found):
-            owners = "all but " + ", ".join(f"`{name}`" for name in configs if name not in found)
-        yield f"| {key} | {kind} | {default} | {meaning} | {owners} |\n"
+            keys.setdefault(row[0], {}).setdefault(row[3], {})[name] = row
+    for key, meanings in keys.items():
+        for meaning, found in meanings.items():
+            cells = key, *describe_algorithm_key(key, meaning, found), list_owners(found, configs)
+            yield f"| {' | '.join(cells)} |\n"
+
+
+def describe_algorithm_key(key: str, meaning: str, found: dict[str, tuple[str, str, str, str]]) -> tuple[str, str, str]:
+    """Type, default and meaning of a key that these recipes have; `found` has the cells of each."""
+    if key == "`name`":
+        return "text", '`"ppo"`', describe_keys(AlgorithmConfig)["name"] or "Name of a shipped algorithm."
+    defaults = {row[2] for row in found.values()}
+    kind = max((row[1] for row in found.values()), key=len)  # some allow fewer values
+    return kind, defaults.pop() if len(defaults) == 1 else "*differs*", meaning
+
+
+def list_owners(found: Collection[str], every: Collection[str]) -> str:
+    """Names of the recipes that have a key, or of those that do not where these are fewer."""
+    if len(found) == len(every):
+        return "all"
+    if 2 * len(found) > len(every):
+        return "all but " + ", ".join(f"`{name}`" for name in every if name not in found)
+    return ", ".join(f"`{name}`" for name in found)
 
 
 def describe_type(field: FieldInfo) -> str:

@@ -372,7 +372,7 @@ def test_a_mistake_on_one_rank_fails_all_before_anything_moves(ranks2):
 
 
 def note_the_order():
-    """What happens in each of two runs with two rounds, of which only the first is packed before the ranks agree."""
+    """The order of calls in two runs with two rounds each, of which only the first is packed before the ranks agree."""
     rank, order = dist.get_rank(), []
     plan = plan_reshard(fsdp_layout({"w": (8, 4)}, range(2)), replicated_layout({"w": (8, 4)}, range(2)))
     executor = ReshardExecutor(plan, bucket_bytes=256)

@@ -148,7 +148,7 @@ def evaluate(
 @click.command()
 @click.argument("model", metavar="RUN|MODEL")
 @click.option("--output", "output_dir", required=True, metavar="DIR", help="Must be empty or absent.")
-@click.option("--iteration", type=click.IntRange(min=0), help="Of a run; its last committed model by default.")
+@click.option("--iteration", type=click.IntRange(min=0), help="Of a run; the model of its last evaluation by default.")
 @click.option("--merge", is_flag=True, help="Add an adapter, such as LoRA's, to the weights of its base.")
 def export(model: str, output_dir: str, iteration: int | None, merge: bool) -> None:
     """Copy a model in Hugging Face format to a directory that from_pretrained loads."""

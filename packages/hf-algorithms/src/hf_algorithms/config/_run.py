@@ -27,12 +27,13 @@ class RunConfig(Section):
     iterations: _Count = 100
     """Iterations of the algorithm."""
     eval_every: _Count = 10
-    """Iterations between two greedy evaluations on the validation rows; each commits `model/`."""
+    """Iterations between two greedy evaluations on the validation rows; each writes `model/`."""
     executor: Literal["ray", "in_process"] = "ray"
     """`in_process` runs one rank in the program itself, for debuggers."""
     checkpoint_every: Literal["auto"] | _Iterations | _Seconds = "auto"
     """Interval between two commits of all roles to `steps/`: iterations (0: never), seconds such as `"60s"`, or
-    `"auto"`: as often as costs 5 % of the time. The last iteration is committed, too.
+    `"auto"`: as often as possible while commits take at most 5 % of the time. The last iteration is committed, too,
+    unless it is 0.
     """
     keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
     """Commits that are kept; with 1 the one before goes when the newest is verified."""

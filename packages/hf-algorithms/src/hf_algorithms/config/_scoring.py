@@ -19,7 +19,7 @@ class FunctionConfig(Section):
     """`[[reward.functions]]` and `[[cost.functions]]`: one of several functions."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] = ""
-    """Names its curve, `reward/NAME/mean`. Left out: the last part of `function`."""
+    """Names its curve, `reward/NAME/mean`, or `cost/NAME/mean`. Left out: the last part of `function`."""
     function: str
     """`module:function`, `file.py:function`, or the URL of a server."""
     weight: Annotated[float, Field(ge=-1e30, le=1e30)] = 1.0

@@ -107,7 +107,9 @@ class DataConfig(Section):
     `train`.
     """
     block_tokens: Tokens | None = None
-    """Tokens of the blocks into which the texts of `pretraining` are cut; left out: 512, or as many as fit."""
+    """Tokens of the blocks into which texts are split: those of `pretraining`, and in `sft` those of `train`. Left out:
+    512, or as many as fit.
+    """
     prompt_field: str | None = None
     """Name of the field that holds the prompt, with dots into nested ones; left out: found by its name."""
     answer_field: str | None = None
@@ -315,7 +317,7 @@ class ClusterConfig(Section):
     """`[cluster]`: the machines that the mapper plans for."""
 
     gpu: str = "cpu"
-    """Kind of the catalogue of hf-mapper; `cpu`: host processes."""
+    """Kind of GPU, such as `h100` or `a100-80`; `cpu`: host processes."""
     machines: Slots = 1
     """Machines of the cluster, all alike."""
     gpus_per_machine: Slots | None = None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelSource", "find_model_source", "holding_model", "holding_whole_model"]
 
 _MODEL = "model"
-"""Folder of a run that holds its last committed model."""
+"""Folder of a run that holds the model of its last evaluation."""
 _ADAPTER, _BASE = "adapter_config.json", "base_model_name_or_path"
 _BASES = ("warm_model", "initial_model", "merged_models")
 """Folders of a run with models that its adapters may belong to."""
@@ -154,7 +154,7 @@ def _find_model(model: object) -> ModelSource:
     if not (folder.is_dir() and is_run(folder)):
         return alone
     if not (folder / _MODEL).is_dir():
-        raise ConfigError(f"{alone.label}: is a run without {_MODEL}/. A run commits it before its first iteration")
+        raise ConfigError(f"{alone.label}: is a run without {_MODEL}/. A run writes it before its first iteration")
     return replace(alone, path=str(folder / _MODEL), run=folder)
 
 
