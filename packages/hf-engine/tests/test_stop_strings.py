@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
+from tokenizers.decoders import ByteFallback, ByteLevel, Fuse, Sequence
 from tokenizers.models import BPE
 
 from hf_engine import SamplingParams, load_rollout_backend
@@ -72,6 +72,27 @@ def test_multibyte_characters_end_a_response_at_their_last_byte(bytes_model, tok
     ends = [n for n in range(1, len(drawn) + 1) if drawn[:n].endswith(string.encode())]
     expected = next((n for n in ends if n > min_tokens), None)
     assert load_stop_strings(bytes_model, sampling).cut(tokens) == expected
+
+
+@pytest.fixture(scope="module")
+def fallback_model(tmp_path_factory):
+    """The letter `a`, and bytes for all other characters; where one lacks bytes, those next to it are not decoded."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    ids = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(BPE(ids, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = Sequence([ByteFallback(), Fuse()])
+    directory = tmp_path_factory.mktemp("fallback")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@given(st.text("a\n\u00e9\u20ac", max_size=9), st.text("a\n\u00e9", min_size=1, max_size=2), st.integers(0, 6))
+def test_bytes_without_a_character_hide_no_string(fallback_model, text, string, min_tokens):
+    drawn = [bytes([byte]) for byte in text.encode()]
+    tokens = [257 if byte == b"a" else 1 + byte[0] for byte in drawn]
+    ends = [n for n in range(1, len(drawn) + 1) if b"".join(drawn[:n]).endswith(string.encode())]
+    sampling = SamplingParams(max_new_tokens=32, min_new_tokens=min_tokens, stop_strings=(string,))
+    assert load_stop_strings(fallback_model, sampling).cut(tokens) == next((n for n in ends if n > min_tokens), None)
 
 
 def test_a_model_without_a_tokenizer_is_refused_with_what_to_do(tmp_path):

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["StopStrings", "load_stop_strings"]
 
 _FILE = "tokenizer.json"
+_MOST_BYTES = 4
+"""Of a character in UTF-8."""
 
 
 class StopStrings:
@@ -40,14 +42,25 @@ class StopStrings:
         """Returns True if the last of these tokens, a whole response so far, completes a string."""
         if len(tokens) <= self._min_tokens:
             return False
-        window = list(tokens[-self._window :])
-        text = self._decode(window)
+        window, text = self._read_end(tokens)
         if not any(string in text for string in self._strings):
             return False
         # One that was complete before, under the minimum length, ends nothing any more. A character of which bytes are
-        # missing is none yet.
-        old = len(self._decode(window[:-1]).rstrip("\ufffd"))
+        # missing is none yet, and with some tokenizers hides what bytes before it say.
+        earlier = (self._decode(window[:count]).rstrip("\ufffd") for count in range(1, len(window)))
+        old = max((_common_length(before, text) for before in earlier), default=0)
         return any(string in text[max(0, old - len(string) + 1) :] for string in self._strings)
+
+    def _read_end(self, tokens: Sequence[int]) -> tuple[list[int], str]:
+        """The last tokens and their text, from the beginning of a character: one whose first bytes are missing hides
+        what follows it with some tokenizers.
+        """
+        for further in range(_MOST_BYTES):
+            window = list(tokens[-self._window - further :])
+            text = self._decode(window)
+            if not text.startswith("\ufffd"):
+                break
+        return window, text
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=False)
@@ -56,6 +69,12 @@ class StopStrings:
     def cut(self, tokens: Sequence[int]) -> int | None:
         """Returns how many tokens a response keeps that was drawn without looking for strings; None if it keeps all."""
         return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), None)
+
+
+def _common_length(first: str, second: str) -> int:
+    """Characters with which both begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def load_stop_strings(model: str | Path, sampling: SamplingParams) -> StopStrings | None:
