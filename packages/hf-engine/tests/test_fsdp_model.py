@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import TrainConfig, load_train_backend
-from hf_engine.testing import write_tiny_model
+from hf_engine.testing import gather_weights, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_batch
-from hf_protocols import ParallelSpec, Topology
+from hf_protocols import BackendError, ParallelSpec, Topology
 
 VOCAB_SIZE = 64
 
@@ -91,3 +91,43 @@ def score_empty_responses(model):
     batch = TensorDict({"prompt_ids": column([3, 2]), "response_ids": column([0, 0])}, batch_size=[2])
     scored = backend.compute_logprobs(batch, entropy=True)
     return scored["logprobs"].offsets().diff().tolist()
+
+
+@pytest.mark.parametrize(("family", "keys"), [("opt", {}), ("xglm", {}), ("falcon", {"hidden_dropout": 0.3})])
+def test_checkpointed_layers_have_no_dropout(ranks1, tmp_path, family, keys):
+    """These layers have dropout of their own, not in a module inside."""
+    model = write_tiny_family(tmp_path, family, dropout=0.3, **keys)
+    plain, again = ranks1.run(score_and_update, model, False)[0], ranks1.run(score_and_update, model, True)[0]
+    assert plain.keys() == again.keys() and len(plain) > 2
+    for name, tensor in plain.items():
+        torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def score_and_update(model, activation_checkpointing):
+    """Log-probs twice, and the weights after an update."""
+    config = TrainConfig(learning_rate=1e-2, eps=1e-3, activation_checkpointing=activation_checkpointing)
+    topology = Topology(ParallelSpec())
+    backend = load_train_backend("fsdp").build(model, topology=topology, config=config)
+    batch = build_batch(3, vocab_size=VOCAB_SIZE)
+    found = {f"score {count}": backend.compute_logprobs(batch)["logprobs"].values() for count in range(2)}
+    assert torch.equal(found["score 0"], found["score 1"])
+    passes = []
+    first = next(module for module in backend._model.modules() if type(module).__name__.endswith("DecoderLayer"))
+    next(first.children()).register_forward_hook(lambda *_: passes.append(1))
+
+    def loss(outputs, micro_batch):
+        return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
+
+    backend.train_step(batch, loss, 10.0)
+    assert len(passes) == 1 + activation_checkpointing, "a layer is computed again"
+    return found | gather_weights(backend, topology)
+
+
+def test_layers_that_cannot_be_computed_again_are_refused(ranks1, tmp_path):
+    ranks1.run(refuse_checkpointing, write_tiny_family(tmp_path, "jetmoe"))
+
+
+def refuse_checkpointing(model):
+    config = TrainConfig(learning_rate=1e-2, activation_checkpointing=True)
+    with pytest.raises(BackendError, match=r"the layers of JetMoeForCausalLM again. Set activation_checkpointing=Fal"):
+        load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec()), config=config)

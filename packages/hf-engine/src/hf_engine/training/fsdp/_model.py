@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -124,11 +125,6 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
     """
     model.eval()
     layers = _list_units(model)
-    if config.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        for layer in layers:
-            # transformers checkpoints a layer only in training mode; what is inside it stays without dropout.
-            layer.training = True
     is_classifier = model.get_output_embeddings() is None  # some encoders name no layers, and are small
     if not layers and not is_classifier and (config.shard == "layer" or config.compile):
         raise BackendError(
@@ -139,6 +135,8 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
         for layer in layers:
             # The layers share what is compiled, for any number of rows and tokens; FSDP2's hooks stay outside.
             layer.forward = torch.compile(layer.forward, dynamic=True)
+    if config.activation_checkpointing:
+        _checkpoint_layers(model, layers)
     if mesh.size() == 1 and all(each.dtype == getattr(torch, config.dtype) for each in model.parameters()):
         move_to(torch.device(mesh.device_type), model)
         return _NothingGathered()
@@ -151,6 +149,34 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
         # gloo has no reduction that scales
         sharded.set_force_sum_reduction_for_comms(True)
     return cast("Gathering", model)
+
+
+def _checkpoint_layers(model: Any, layers: Sequence[torch.nn.Module]) -> None:
+    """Has layers compute their activations again in the backward pass.
+
+    transformers does so for a layer in training mode alone. Some layers (OPT, XGLM, Falcon) have dropout of their own
+    in that mode, so each computes outside of it.
+
+    Raises:
+        BackendError: for a model whose layers transformers cannot compute again.
+    """
+    if not model.supports_gradient_checkpointing:
+        raise BackendError(
+            f"activation_checkpointing=True: transformers cannot compute the layers of {type(model).__name__} again. "
+            "Set activation_checkpointing=False"
+        )
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in layers:
+        layer.training = True
+        layer.forward = partial(_compute_without_dropout, layer, layer.forward)
+
+
+def _compute_without_dropout(layer: torch.nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    layer.training = False
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        layer.training = True
 
 
 def _list_units(model: Any) -> list[torch.nn.Module]:
