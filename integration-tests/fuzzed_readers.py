@@ -359,7 +359,7 @@ def _build_constants() -> str:
 
 def _span(name: str, start_us: float, dur_us: float, tid: int = 0, iteration: int = 3, **more: Any) -> dict[str, Any]:
     times = {"queue_ms": 0.1, "fetch_ms": 0.1, "compute_ms": dur_us / 1e3, "store_ms": 0.0}
-    counts = {"bytes_read": 800, "bytes_from_afar": 0, "pool": "models"}
+    counts = {"bytes_read": 800, "remote_bytes": 0, "pool": "models"}
     arguments = {"iteration": iteration, "call": f"{name} {iteration}", **times, **counts, **more}
     return {
         "ph": "X",

@@ -240,9 +240,9 @@ def compare(log: Path, expected: Mapping[int, Sequence[Mapping[str, Any]]], trac
         key = (line.get("iteration"), line["call"], line["rank"])
         arrived[key] = arrived.get(key, 0) + line["num_bytes"]
     spans = {
-        (event["args"].get("iteration"), event["name"], event["tid"]): event["args"]["bytes_from_afar"]
+        (event["args"].get("iteration"), event["name"], event["tid"]): event["args"]["remote_bytes"]
         for event in json.loads(trace.read_text())["traceEvents"]
-        if "bytes_from_afar" in event.get("args", {})
+        if "remote_bytes" in event.get("args", {})
     }
     total = 0
     for iteration, calls in expected.items():

@@ -16,7 +16,7 @@ from hf_protocols.errors import DataError
 
 def _call(number, name, pid, tid, start_s, queue_s, fetch_s, compute_s, store_s, pool, **changes):
     times = {"queue_ms": queue_s, "fetch_ms": fetch_s, "compute_ms": compute_s, "store_ms": store_s}
-    args = {"call": number, "pool": pool, "bytes_read": 100, "bytes_from_afar": 0, "failed": False}
+    args = {"call": number, "pool": pool, "bytes_read": 100, "remote_bytes": 0, "failed": False}
     args |= {name: value * 1e3 for name, value in times.items()} | changes
     length_us = (fetch_s + compute_s + store_s) * 1e6
     return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": 1e15 + start_s * 1e6, "dur": length_us, "args": args}
@@ -32,7 +32,7 @@ def _inner(name, pid, tid, start_s, length_s):
 # So models are busy 18 of 40 slot seconds: idle 0.55. Pool "cpu": reward 18..20, 2 of 20: idle 0.9.
 EVENTS = [
     {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": "models: actor"}},
-    _call(1, "actor.generate", 1, 0, 0, 0.5, 1, 4, 1, "models", bytes_from_afar=40),
+    _call(1, "actor.generate", 1, 0, 0, 0.5, 1, 4, 1, "models", remote_bytes=40),
     _inner("fetch", 1, 0, 0, 1),
     _inner("reshard", 1, 0, 1, 2),
     _call(1, "actor.generate", 1, 1, 0, 1.5, 0, 4, 0, "models", iteration=1),
@@ -56,7 +56,7 @@ def test_times_are_those_worked_by_hand(run):
     assert [usage.role for usage in found.roles] == ["critic", "actor", "reward"]
     critic, actor, reward = found.roles
     assert (actor.num_calls, actor.queue_s, actor.fetch_s, actor.compute_s, actor.store_s) == (1, 2.0, 1.0, 8.0, 1.0)
-    assert (actor.bytes_read, actor.bytes_from_afar, actor.num_failed) == (200, 40, 0)
+    assert (actor.bytes_read, actor.remote_bytes, actor.num_failed) == (200, 40, 0)
     assert actor.wall_share == 6 / 20
     # 4..8 and 6..10 are 6 s together, 12..16 another 4
     assert (critic.num_calls, critic.num_failed, critic.wall_share, critic.bytes_read) == (2, 1, 10 / 20, 207)

@@ -129,9 +129,9 @@ def test_remote_shards_send_only_what_is_read_and_each_row_once():
     assert got["row"].tolist() == [1, 1, 0, 3]
     assert len(store.requests) == 2
     assert [request.rows for _, request in store.requests] == [RowSelection.range(0, 2), RowSelection.range(1, 2)]
-    assert reader.bytes_from_afar == 3 * 8 + (4 + 3 + 1) * 8
+    assert reader.remote_bytes == 3 * 8 + (4 + 3 + 1) * 8
     assert reader.row_weights(tree, 4) == [4, 3, 2, 1]
-    assert reader.bytes_from_afar == 3 * 8 + (4 + 3 + 1) * 8
+    assert reader.remote_bytes == 3 * 8 + (4 + 3 + 1) * 8
 
 
 def test_a_far_shard_that_is_read_as_a_whole_moves_in_one_piece():
@@ -141,7 +141,7 @@ def test_a_far_shard_that_is_read_as_a_whole_moves_in_one_piece():
     reader.look_up([tree])
     reader.read(tree, RowSelection.range(0, 2), tree.columns(reader.extents))
     assert store.requests == []
-    assert reader.bytes_from_afar == tree.source.shards[0].num_bytes
+    assert reader.remote_bytes == tree.source.shards[0].num_bytes
 
 
 @given(sharded(), st.data())

@@ -25,8 +25,8 @@ def batch(rows):
     tokens = torch.nested.nested_tensor([torch.arange(row + 1) for row in range(rows)], layout=torch.jagged)
     return TensorDict({"x": torch.arange(float(rows)), "row": torch.arange(rows), "tokens": tokens}, batch_size=[rows])
 
-def from_afar(executor, method):
-    return {span.rank: span.bytes_from_afar for span in executor.trace.drain() if span.method == method}
+def remote_bytes_of(executor, method):
+    return {span.rank: span.remote_bytes for span in executor.trace.drain() if span.method == method}
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, "object_store_memory": 80 * 2**20})
 second = cluster.add_node(num_cpus=3, object_store_memory=80 * 2**20)
@@ -61,7 +61,7 @@ with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_
     # From the controller: each rank on the other machine asks for its own rows of the columns that it reads.
     head = ray.get_runtime_context().get_node_id()
     assert spread.add(batch(8)).result()["y"].tolist() == [float(row) for row in range(8)]
-    assert from_afar(executor, "add") == {rank: 0 if node == head else 2 * 4 for rank, node in enumerate(nodes)}
+    assert remote_bytes_of(executor, "add") == {rank: 0 if node == head else 2 * 4 for rank, node in enumerate(nodes)}
 
     # Between groups: rows 0..3 lie on one machine, 4..7 on the other.
     made = spread.echo(batch(8))
@@ -69,10 +69,10 @@ with RayExecutor(address=cluster.address, call_timeout_s=60, collective_timeout_
     executor.trace.drain()
     for solo in (a, b):
         solo.center(made.select(["x"])).wait()
-        assert from_afar(executor, "center") == {0: 4 * 4}
+        assert remote_bytes_of(executor, "center") == {0: 4 * 4}
         solo.echo(made.select(["tokens", "x"]).rows([7, 2, 2, 1])).wait()
         far_rows = [row for row in (7, 2, 1) if nodes[row // 2] != solo.node().result()[0]]
-        assert from_afar(executor, "echo") == {0: sum(8 * (row + 1) + 4 for row in far_rows)}
+        assert remote_bytes_of(executor, "echo") == {0: sum(8 * (row + 1) + 4 for row in far_rows)}
     result = a.echo(made.rows([7, 0, 3, 4])).result()
     assert result["row"].tolist() == [7, 0, 3, 4]
     assert [row.tolist() for row in result["tokens"].unbind()] == [list(range(row + 1)) for row in (7, 0, 3, 4)]

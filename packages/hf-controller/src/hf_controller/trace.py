@@ -43,7 +43,7 @@ class Span(NamedTuple):
         bytes_read: bytes of the rows that the method was given.
         bytes_written: bytes of the columns that it returned.
         labels: what the call belonged to, such as `{"iteration": 12}`; see `Trace.label`.
-        bytes_from_afar: bytes of columns that came from other machines for it.
+        remote_bytes: bytes of columns that came from other machines for it.
         sub_spans: named parts inside the method.
         failed: whether the call ended in an error.
         kind: the kind that the method is registered with.
@@ -63,7 +63,7 @@ class Span(NamedTuple):
     bytes_read: int
     bytes_written: int
     labels: Mapping[str, Any]
-    bytes_from_afar: int = 0
+    remote_bytes: int = 0
     sub_spans: tuple[SubSpan, ...] = ()
     failed: bool = False
     kind: CallKind = "function"
@@ -312,7 +312,7 @@ def _arguments(span: Span) -> dict[str, Any]:
         "compute_ms": round(span.compute_s * 1e3, 3),
         "store_ms": round(span.store_s * 1e3, 3),
         "bytes_read": span.bytes_read,
-        "bytes_from_afar": span.bytes_from_afar,
+        "remote_bytes": span.remote_bytes,
         "bytes_written": span.bytes_written,
         "failed": span.failed,
         "kind": span.kind,

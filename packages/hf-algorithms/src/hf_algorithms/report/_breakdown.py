@@ -31,7 +31,7 @@ class Usage:
         compute_s: inside the method.
         store_s: storing results.
         bytes_read: bytes of the rows that the method was given.
-        bytes_from_afar: bytes of columns that came from other machines for it.
+        remote_bytes: bytes of columns that came from other machines for it.
         wall_share: share of the wall time in which at least one rank was busy with it.
     """
 
@@ -44,7 +44,7 @@ class Usage:
     compute_s: float
     store_s: float
     bytes_read: int
-    bytes_from_afar: int
+    remote_bytes: int
     wall_share: float
 
 
@@ -109,7 +109,7 @@ def compute_breakdown(calls: Sequence[TimelineCall]) -> Breakdown:
 def _measure(role: str, method: str | None, calls: Sequence[TimelineCall], wall_us: float) -> Usage:
     total = {
         name: sum(_number(call, name) for call in calls)
-        for name in ("queue_ms", "fetch_ms", "compute_ms", "store_ms", "bytes_read", "bytes_from_afar")
+        for name in ("queue_ms", "fetch_ms", "compute_ms", "store_ms", "bytes_read", "remote_bytes")
     }
     return Usage(
         role=role,
@@ -121,7 +121,7 @@ def _measure(role: str, method: str | None, calls: Sequence[TimelineCall], wall_
         compute_s=total["compute_ms"] / 1e3,
         store_s=total["store_ms"] / 1e3,
         bytes_read=int(total["bytes_read"]),
-        bytes_from_afar=int(total["bytes_from_afar"]),
+        remote_bytes=int(total["remote_bytes"]),
         wall_share=_share(measure_union(calls), wall_us),
     )
 

@@ -51,7 +51,7 @@ def _build_role_table(breakdown: Breakdown) -> Table:
 
 def _cells(usage: Usage) -> list[str]:
     times_s = (usage.compute_s, usage.fetch_s, usage.queue_s)
-    sizes = (usage.bytes_read, usage.bytes_from_afar)
+    sizes = (usage.bytes_read, usage.remote_bytes)
     return [f"{usage.num_calls:,}", *map(_format_s, times_s), *map(format_bytes, sizes), f"{usage.wall_share:.0%}"]
 
 

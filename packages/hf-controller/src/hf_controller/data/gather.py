@@ -58,9 +58,9 @@ class BatchReader:
         self._shapes = JaggedShapes()
 
     @property
-    def bytes_from_afar(self) -> int:
+    def remote_bytes(self) -> int:
         """Bytes of columns that came from other machines."""
-        return self._holder.bytes_from_afar
+        return self._holder.remote_bytes
 
     def look_up(self, expressions: Iterable[Expression]) -> None:
         """Fetches the metadata of every source below `expressions`.
@@ -249,11 +249,11 @@ class ShardCache:
     """Fetches what a reader takes, all at once, and each shard once.
 
     Attributes:
-        bytes_from_afar: bytes of columns that came from other machines.
+        remote_bytes: bytes of columns that came from other machines.
     """
 
     def __init__(self, store: ObjectStore, timeout_s: float) -> None:
-        self.bytes_from_afar = 0
+        self.remote_bytes = 0
         self._store = store
         self._timeout_s = timeout_s
         self._whole: dict[Shard, CachedShard] = {}
@@ -322,12 +322,12 @@ class ShardCache:
         by_name = {name: arrays[column.position] for name, column in shard.columns.items()}
         self._whole[shard] = CachedShard(shard.columns, by_name, dict(enumerate(arrays)))
         if self._store.is_far(shard.origin):
-            self.bytes_from_afar += shard.num_bytes
+            self.remote_bytes += shard.num_bytes
 
     def _keep_slice(self, shard: Shard, cover: RowSelection, columns: Mapping[str, Column], reply: SliceReply) -> None:
         cached = CachedShard(shard.columns, dict(zip(columns, reply.values, strict=True)), reply.lengths)
         self._slices.setdefault((shard, cover), {}).update(dict.fromkeys(columns, cached))
-        self.bytes_from_afar += sum(values.nbytes for values in reply.values)
+        self.remote_bytes += sum(values.nbytes for values in reply.values)
 
     def _find_slice(self, taken: ColumnRead, cover: RowSelection) -> tuple[CachedShard, RowSelection]:
         cached = self._slices[taken.shard, cover][taken.name]

@@ -52,7 +52,7 @@ class _CallProgress:
     computed_s: float = 0.0
     has_returned: bool = False
     bytes_read: int = 0
-    bytes_from_afar: int = 0
+    remote_bytes: int = 0
 
 
 class _Inputs(NamedTuple):
@@ -241,7 +241,7 @@ class RankRuntime:
                     expression = value.expression
                     values[position] = read(expression, selections[id(value)], expression.columns(reader.extents))
         finally:
-            progress.bytes_read, progress.bytes_from_afar = reader.bytes_read, reader.bytes_from_afar
+            progress.bytes_read, progress.remote_bytes = reader.bytes_read, reader.remote_bytes
         progress.fetched_s = time.time()
         return _Inputs(
             values[: len(call.args)],
@@ -296,7 +296,7 @@ class RankRuntime:
             computed_s=progress.computed_s or end_s,
             end_s=end_s,
             bytes_read=progress.bytes_read,
-            bytes_from_afar=progress.bytes_from_afar,
+            remote_bytes=progress.remote_bytes,
             bytes_written=shard.num_bytes if shard else 0,
             sub_spans=tuple(self._workers[call.role].context.sub_spans),
             failed=failure is not None,

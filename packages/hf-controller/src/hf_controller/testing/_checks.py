@@ -300,7 +300,7 @@ def check_written_traces_have_times_and_bytes(stage: StageWorker) -> None:
         require(min(times) >= 0.0, True, f"times of {key}: {times}")
         # The bar is fetch, compute and store; the queue lies before it. Each of the four is rounded to a microsecond.
         require(abs(sum(times[1:]) - call["dur"] / 1e3) < 0.01, True, f"times of {key}: {times}, {call['dur']} us")
-        require(call["args"]["bytes_from_afar"], 0, f"bytes from other machines for {key}")
+        require(call["args"]["remote_bytes"], 0, f"bytes from other machines for {key}")
     require(min(calls["two.step", rank]["args"]["compute_ms"] for rank in range(2)) >= 49.0, True, "compute of a sleep")
 
 
