@@ -7,9 +7,11 @@ import tomllib
 from datetime import UTC, date, datetime, time
 from math import inf, nan
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import pytest
+from pydantic import BaseModel, PlainValidator, WrapValidator
 
 import hf_algorithms
 from hf_algorithms.config import Config, config_keys, format_commented, format_toml, load_config, parse_config
@@ -346,6 +348,42 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
 def test_a_bad_value_names_its_key(body: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_config(body)
+
+
+@pytest.mark.parametrize("given", ["60m", -1, True, "none", 2.5, "1e-9s", [], None])
+def test_a_key_of_several_kinds_has_one_line(given: object) -> None:
+    rule = "must be 'auto', a number of iterations \\(0: never\\), or seconds such as '60s'"
+    with pytest.raises(ConfigError, match=rf"^run.checkpoint_every = [^\n]*: {rule}$"):
+        parse_config({"data": {"train": "rows.jsonl"}, "run": {"checkpoint_every": given}})
+    with pytest.raises(ConfigError, match=r"^training.shared_prompts = [^\n]*: must be 'auto', true or false$"):
+        parse_config(
+            {"data": {"train": "rows.jsonl"}, "training": {"shared_prompts": given if given is not True else 1}}
+        )
+
+
+def test_keys_of_several_kinds_say_which() -> None:
+    """pydantic has a message for each kind that a value is not, and names keys that users did not write."""
+    sections: list[type[BaseModel]] = [Config, *(recipe.config for recipe in RECIPES.values())]
+    seen: set[type[BaseModel]] = set()
+    several = []
+    while sections:
+        section = sections.pop()
+        if section in seen:
+            continue
+        seen.add(section)
+        for key, field in section.model_fields.items():
+            kinds = [each for each in get_args(field.annotation) if each is not type(None)]
+            sections += find_models(field.annotation)
+            if get_origin(field.annotation) in (Union, UnionType) and len(kinds) > 1:
+                several.append(key)
+                assert any(isinstance(each, PlainValidator | WrapValidator) for each in field.metadata), key
+    assert {"checkpoint_every", "shared_prompts", "train"} <= set(several)
+
+
+def find_models(annotation: object) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for each in get_args(annotation) for found in find_models(each)]
 
 
 @pytest.mark.parametrize(

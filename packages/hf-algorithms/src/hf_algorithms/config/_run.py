@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from hf_algorithms.config._section import Positive, Section, UserPath
+from hf_algorithms.config._section import Positive, Section, UserPath, described
 from hf_algorithms.trackers import check_names
 
 __all__ = ["RunConfig"]
@@ -14,6 +14,10 @@ __all__ = ["RunConfig"]
 _Count = Annotated[int, Field(ge=1, le=1 << 53)]
 _Iterations = Annotated[int, Field(ge=0, le=1 << 53)]
 _Seconds = Annotated[str, Field(pattern=r"^[0-9]{1,9}(\.[0-9]{1,6})?s$")]
+_Interval = Annotated[
+    Literal["auto"] | _Iterations | _Seconds,
+    described("must be 'auto', a number of iterations (0: never), or seconds such as '60s'"),
+]
 _Seed = Annotated[int, Field(ge=0, lt=1 << 62)]
 
 
@@ -30,7 +34,7 @@ class RunConfig(Section):
     """Iterations between two greedy evaluations on the validation rows; each writes `model/`."""
     executor: Literal["ray", "in_process"] = "ray"
     """`in_process` runs one rank in the program itself, for debuggers."""
-    checkpoint_every: Literal["auto"] | _Iterations | _Seconds = "auto"
+    checkpoint_every: _Interval = "auto"
     """Interval between two commits of all roles to `steps/`: iterations (0: never), seconds such as `"60s"`, or
     `"auto"`: as often as possible while commits take at most 5 % of the time. The last iteration is committed, too,
     unless it is 0.

@@ -24,7 +24,7 @@ from hf_algorithms.config._lora import ModelLoraConfig
 from hf_algorithms.config._messages import describe_problem
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, RewardConfig
-from hf_algorithms.config._section import Positive, Section, UserPath
+from hf_algorithms.config._section import Positive, Section, UserPath, described
 from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, SupervisedRecipe, share_bases
 from hf_protocols.paths import expand_path
 from hf_protocols.validation import show
@@ -296,7 +296,7 @@ class TrainingConfig(Section):
     the pairs of tokens that do not see each other in packed rows; it has not been run on a GPU yet.
     The backend `megatron` has `"sdpa"` only, which is its `"auto"`.
     """
-    shared_prompts: Literal["auto"] | bool = "auto"
+    shared_prompts: Annotated[Literal["auto"] | bool, described("must be 'auto', true or false")] = "auto"
     """Computes a prompt once for all responses to it in a batch: where that saves work (`"auto"`), wherever it fits, or
     never. `"auto"` and true also put rows of different lengths in one packed row, where that is less work than
     padding. Models of which this would change more than rounding pad rows apart, and say so at the first prompt that
