@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from hf_algorithms.report import write_report
+from hf_algorithms.report import leave_report, write_report
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
 from hf_protocols.drawing import format_bytes, format_duration, format_number, round_ticks
 from hf_protocols.errors import DataError
@@ -303,6 +303,19 @@ def test_half_characters_and_huge_numbers_are_shown(tmp_path):
 )
 def test_foreign_events_are_left_out(event):
     assert read_timeline([event]) == {}
+
+
+def test_a_report_that_cannot_be_written_is_a_note(tmp_path):
+    run, notes = write_run(tmp_path), []
+    leave_report(run, notes.append)
+    assert notes == [] and (run / "report.html").stat().st_size
+    (run / "report.html").unlink()
+    (run / "report.html").mkdir()
+    leave_report(run, notes.append)
+    (note,) = notes
+    assert re.search(r"report\.html cannot be written: Is a directory\. .* write it: hybridflow report \S+$", note), (
+        note
+    )
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer, LlamaConfig
 
 from hf_algorithms.data import build_character_tokenizer, train_bpe_tokenizer
-from hf_protocols.errors import ConfigError
+from hf_protocols.errors import ConfigError, ModelError
 
 GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "train.jsonl"
 TEXTS = [f"A farmer has {n} cows and sells {n // 2} of them, so {n - n // 2} are left.\n#### {n}" for n in range(200)]
@@ -82,3 +82,11 @@ def test_real_questions_survive(tmp_path):
     texts = [row[field] for row in rows[:200] for field in ("question", "answer")]
     assert tokenizer.batch_decode(tokenizer(texts)["input_ids"]) == texts
     assert len(tokenizer) == 2048
+
+
+def test_a_tokenizer_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ModelError, match=r"the tokenizer cannot be written to '\S+/file/below': transformers says "):
+        build_character_tokenizer("ab", tmp_path / "file" / "below")
+    with pytest.raises(ModelError, match=r"the tokenizer cannot be written to "):
+        train_bpe_tokenizer(["ab"], vocab_size=300, directory=tmp_path / "file" / "below")

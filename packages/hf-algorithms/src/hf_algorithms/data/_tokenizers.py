@@ -176,9 +176,12 @@ def _refuse_own_code(directory: Path, name: str) -> None:
 def _save(tokenizer: Any, directory: str | Path, **special_tokens: str) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
+    from hf_engine.model_directory import errors_of
+
     build: Any = PreTrainedTokenizerFast
     fast: PreTrainedTokenizerFast = build(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, padding_side="left", **special_tokens
     )
-    fast.save_pretrained(directory)
+    with errors_of("transformers", f"the tokenizer cannot be written to {str(directory)!r}"):
+        fast.save_pretrained(directory)
     return fast

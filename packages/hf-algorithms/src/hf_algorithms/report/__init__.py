@@ -6,6 +6,8 @@ What must not: anything that reads a run in another way than by its files.
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from hf_algorithms.atomic_files import write_text
@@ -16,7 +18,7 @@ from hf_algorithms.report._page import render_page
 from hf_algorithms.report._timeline import read_calls
 from hf_protocols.errors import DataError
 
-__all__ = ["Breakdown", "Usage", "load_breakdown", "render_breakdown", "write_report"]
+__all__ = ["Breakdown", "Usage", "leave_report", "load_breakdown", "render_breakdown", "write_report"]
 
 
 def load_breakdown(directory: str | Path) -> Breakdown:
@@ -48,3 +50,11 @@ def write_report(directory: str | Path) -> Path:
         return write_text(directory / "report.html", page)
     except OSError as error:
         raise DataError(f"{directory / 'report.html'} cannot be written: {error.strerror}") from error
+
+
+def leave_report(directory: str | Path, note: Callable[[str], object]) -> None:
+    """Writes the report of a run that has ended. If it cannot be written, `note` is given a line with the reason."""
+    try:
+        write_report(directory)
+    except DataError as error:
+        note(f"{error}. Make room there, then write it: hybridflow report {shlex.quote(str(directory))}")

@@ -24,7 +24,7 @@ from hf_algorithms.preflight.machine import check_machine
 from hf_algorithms.preflight.placement import compute_workload, describe_attention
 from hf_algorithms.preflight.reward_functions import describe_logs
 from hf_algorithms.preflight.store_room import describe_store
-from hf_algorithms.report import write_report
+from hf_algorithms.report import leave_report
 from hf_algorithms.rewards import TrainerState
 from hf_algorithms.roles import Roles
 from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
@@ -136,7 +136,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             stack.enter_context(closing(evaluations))
             restarts = attempt.restarts
             _Run(config, directory, inputs, executor, roles, evaluations, display, summary, restarts).execute(resume)
-        write_report(directory.path)
+        leave_report(directory.path, display.note)
     return summary.body
 
 

@@ -28,7 +28,7 @@ from hf_algorithms.preflight.placement import (
 )
 from hf_algorithms.preflight.store_room import describe_supervised_store
 from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
-from hf_algorithms.report import write_report
+from hf_algorithms.report import leave_report
 from hf_algorithms.run.deadlines import evaluation_deadline
 from hf_algorithms.run.display import RunDisplay
 from hf_algorithms.run.evaluations import RunEvaluations
@@ -164,7 +164,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             restarts = attempt.restarts
             run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, restarts)
             run.execute(resume)
-        write_report(directory.path)
+        leave_report(directory.path, display.note)
     return summary.body
 
 
