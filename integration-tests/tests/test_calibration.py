@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_algorithms.commands import calibrate
+from hf_algorithms.commands.doctor import Check, collect_checks
 from hf_algorithms.preflight.calibration import (
     HostTiming,
     choose_ranks,
@@ -60,6 +61,7 @@ def test_a_calibration_is_of_one_number_of_cores(caches: Path) -> None:
         json.dumps({"num_cores": CORES, "timings": [TIMING | {"seconds": float("nan")}]}).encode(),
         json.dumps({"num_cores": CORES, "timings": [TIMING | {"parameters": 0}]}).encode(),
         json.dumps({"num_cores": CORES, "timings": [TIMING | {"parameters": "many"}]}).encode(),
+        json.dumps({"num_cores": CORES, "timings": [TIMING | {"parameters": 10**400}]}).encode(),
         json.dumps({"num_cores": CORES, "timings": [{}]}).encode(),
         json.dumps({"num_cores": CORES, "timings": [TIMING | {"more": 1}]}).encode(),
     ],
@@ -69,6 +71,26 @@ def test_a_damaged_file_is_named_with_the_remedy(content: bytes) -> None:
     find_calibration().write_bytes(content)
     with pytest.raises(ConfigError, match=r"calibration\.json: is not a calibration .* doctor --calibrate again"):
         read_calibration(num_cores=CORES)
+
+
+def test_a_folder_of_caches_that_is_none_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
+    assert read_calibration(num_cores=CORES) == []
+
+
+def test_the_doctor_names_what_runs_follow() -> None:
+    def find() -> Check:
+        return next(check for check in collect_checks() if check.name == "calibration")
+
+    assert find().found == "none for these cores"
+    write_calibration(SMALL_IS_FASTER_ON_TWO[:2], num_cores=CORES)
+    assert find().found == "ranks that were faster: 2"
+    write_calibration(SMALL_IS_FASTER_ON_TWO, num_cores=CORES)
+    assert find().found == "ranks that were faster: 1 or 2"
+    find_calibration().write_text("[")
+    damaged = find()
+    assert damaged.status == "problem" and "calibration.json: is not a calibration" in damaged.found
+    assert damaged.remedy.startswith("Run hybridflow doctor --calibrate again")
 
 
 def test_a_damaged_file_is_read_where_it_decides(small_config: Path, hybridflow: Callable[..., Outcome]) -> None:

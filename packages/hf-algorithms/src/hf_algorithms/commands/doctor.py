@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Literal
 
-from hf_protocols import BackendError, MachineLimits, read_machine_limits
+from hf_protocols import BackendError, ConfigError, MachineLimits, read_machine_limits
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -118,6 +118,20 @@ def _check_machine() -> Iterator[Check]:
     few = "" if limits.num_cpus > 1 else "Two ranks share one core; everything works, slowly"
     yield Check(section=section, name="cores", status="note" if few else "ok", found=str(limits.num_cpus), remedy=few)
     yield _check_memory(section, limits)
+    yield _check_calibration(section, limits.num_cpus)
+
+
+def _check_calibration(section: str, num_cores: int) -> Check:
+    from hf_algorithms.preflight.calibration import choose_ranks, read_calibration
+
+    try:
+        timings = read_calibration(num_cores=num_cores)
+    except ConfigError as error:
+        found, _, remedy = str(error).rpartition(". ")
+        return Check(section=section, name="calibration", status="problem", found=found, remedy=remedy)
+    faster = {str(choose_ranks(timings, each.parameters)) for each in timings}
+    found = f"ranks that were faster: {' or '.join(sorted(faster))}" if faster else "none for these cores"
+    return Check(section=section, name="calibration", status="ok", found=found)
 
 
 def _check_memory(section: str, limits: MachineLimits) -> Check:

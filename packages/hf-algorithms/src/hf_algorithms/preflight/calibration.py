@@ -18,6 +18,8 @@ __all__ = ["ARRANGEMENTS", "HostTiming", "choose_ranks", "find_calibration", "re
 
 ARRANGEMENTS = (1, 2)
 """Numbers of ranks that are compared; together they have all cores."""
+_MOST = 1e30
+"""Above any number of parameters, and of seconds."""
 _REPEAT = "Run hybridflow doctor --calibrate again, or remove the file"
 
 
@@ -67,10 +69,11 @@ def read_calibration(*, num_cores: int) -> list[HostTiming]:
         found = json.loads(path.read_text(encoding="utf-8"))
         timings = [_check(HostTiming(**each)) for each in found["timings"]]
         return timings if found["num_cores"] == num_cores else []
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not a calibration of this host ({error}). {_REPEAT}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{path}: is not a calibration of this host ({reason}). {_REPEAT}") from None
 
 
 def choose_ranks(timings: Iterable[HostTiming], parameters: int) -> int | None:
@@ -87,7 +90,7 @@ def _check(timing: HostTiming) -> HostTiming:
     values: dict[str, Any] = asdict(timing)
     for name, value in values.items():
         is_number = type(value) is int or (name == "seconds" and type(value) is float)
-        if not is_number or not 0 < value < math.inf:
+        if not is_number or not 0 < value < _MOST:
             raise ValueError(f"{name} = {show(value)}")
     if timing.ranks not in ARRANGEMENTS:
         raise ValueError(f"ranks = {timing.ranks}")
