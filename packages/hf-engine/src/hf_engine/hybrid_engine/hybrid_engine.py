@@ -37,10 +37,11 @@ from hf_engine.resharding.execute import (
     Weights,
     as_parts,
     check_bucket_bytes,
+    check_version,
+    refuse_versions,
 )
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_engine.resharding.tensor_checks import check_weights, check_writable
-from hf_engine.resharding.weight_versions import check_version, refuse_versions
 from hf_protocols.errors import BackendError, ReshardError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.topology import Topology

@@ -83,7 +83,7 @@ class InPlaceTransition(WeightTransition):
 
     def check(self, weights: Weights) -> CheckedWeights:
         buffers = self._writable.weight_buffers()
-        return CheckedWeights(*self._executor.check(weights, buffers, mover=self._mover))
+        return CheckedWeights(*self._executor.check(weights, buffers, are_filled=self._mover is None))
 
     def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         moved = MovedWeights()

@@ -19,11 +19,13 @@ from hf_engine.resharding.execute import (
     Transfer,
     Weights,
     check_bucket_bytes,
+    check_version,
+    note_version,
+    require_one_version,
 )
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
-from hf_engine.resharding.weight_versions import check_version, note_version, require_one_version
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks, show
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import spread, together
+from hf_engine.agreement import HIGHEST, Agreement, spread, together
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import check_device, find_members
 from hf_engine.resharding.moving import ShardMover
@@ -18,7 +18,6 @@ from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
 from hf_engine.resharding.steps import CHECKSUM_BYTES, Checksums, RegionViews, Step, build_step, locate
 from hf_engine.resharding.tensor_checks import check_readable, check_weights, check_writable
-from hf_engine.resharding.weight_versions import check_version, note_version, require_one_version
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks
 
@@ -31,7 +30,11 @@ __all__ = [
     "Weights",
     "as_parts",
     "check_bucket_bytes",
+    "check_version",
     "execute_reshard",
+    "note_version",
+    "refuse_versions",
+    "require_one_version",
 ]
 
 _check = Checks(ReshardError)
@@ -120,7 +123,7 @@ class ReshardExecutor:
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._fingerprint = zlib.crc32(repr((bucket_bytes, verify_transfers)).encode(), plan.digest)
-        self._is_agreed = self._is_packed = False
+        self._is_agreed = False
         sizes = [max((getattr(s, f"{way}_bytes") for s in self._steps), default=0) for way in ("send", "recv")]
         self._buffers = [] if buffers is None else buffers
         _enlarge(self._buffers, min(2, len(self._steps)), sizes, device)
@@ -159,32 +162,31 @@ class ReshardExecutor:
         """
 
         def check() -> tuple[Parts, Parts]:
-            parts = self._check_tensors(source, target, mover)
+            parts = self.check(source, target, are_filled=mover is None)
             if mover is not None and not mover.is_built_on(*parts):
                 raise ReshardError(f"the mover of rank {self._rank} was built on other tensors. Build one on these")
-            self._pack(parts[0], mover)
             return parts
 
         parts, version = self._agree(version, check)
         return self.exchange(*parts, version=version, mover=mover)
 
-    @torch.no_grad()
-    def check(self, source: Weights, target: Weights, *, mover: ShardMover | None = None) -> tuple[Parts, Parts]:
-        """Returns this rank's tensors as `exchange` takes them, and packs the first round. Not collective.
-
-        It is packed before the ranks agree, so that its messages leave at once when they have.
+    def check(self, source: Weights, target: Weights, *, are_filled: bool = True) -> tuple[Parts, Parts]:
+        """Returns this rank's tensors as `exchange` takes them. Not collective.
 
         Args:
             source: see `run`.
             target: see `run`.
-            mover: see `run`; built on these tensors.
+            are_filled: target tensors have their memory already.
 
         Raises:
             ReshardError: for tensors that do not match the layouts, or that cannot be used.
         """
-        parts = self._check_tensors(source, target, mover)
-        self._pack(parts[0], mover)
-        return parts
+        check_weights(self._plan.source, self._rank, source, "source")
+        check_weights(self._plan.target, self._rank, target, "target")
+        sources, targets = as_parts(source), as_parts(target)
+        check_readable(sources, f"the source tensors of rank {self._rank}")
+        check_writable(targets, f"the target tensors of rank {self._rank}", are_filled=are_filled)
+        return sources, targets
 
     @torch.no_grad()
     def exchange(
@@ -193,8 +195,8 @@ class ReshardExecutor:
         """Fills the target tensors as `run` does, where all ranks agreed already to do so and on the version.
 
         Args:
-            sources: of `check`, if it was called: they did not change since.
-            targets: of `check`, likewise.
+            sources: of `check`.
+            targets: of `check`.
             version: of the weights, the same on all ranks.
             mover: see `run`.
 
@@ -243,54 +245,31 @@ class ReshardExecutor:
         self._is_agreed = True
         return parts, require_one_version(agreement, version, self._group, self._members)
 
-    def _check_tensors(self, source: Weights, target: Weights, mover: ShardMover | None) -> tuple[Parts, Parts]:
-        check_weights(self._plan.source, self._rank, source, "source")
-        check_weights(self._plan.target, self._rank, target, "target")
-        sources, targets = as_parts(source), as_parts(target)
-        check_readable(sources, f"the source tensors of rank {self._rank}")
-        check_writable(targets, f"the target tensors of rank {self._rank}", are_filled=mover is None)
-        return sources, targets
-
-    def _pack(self, sources: Parts, mover: ShardMover | None) -> None:
-        """Packs the first round, which then has only to be sent."""
-        if self._steps:
-            held = RegionViews(sources) if mover is None else mover.held
-            self._steps[0].pack(held, self._buffers[0][0], self._dtype)
-            self._is_packed = True
-
     def _exchange(self, held: RegionViews, wanted: RegionViews, checksums: Checksums, mover: ShardMover | None) -> None:
         """Runs the steps, one of them ahead: what arrived is copied while the next round is on its way."""
-        is_packed, self._is_packed = self._is_packed, False
         pending: tuple[Step, torch.Tensor, list[dist.Work]] | None = None
-        if not self._steps:
-            self._bring_own(held, wanted, mover)
+        if mover is None:
+            for destination, origin in self._kept:
+                wanted.at(destination).copy_(held.at(origin))
+        else:
+            mover.lend(self._first[-1])  # all at once: a call for each takes time
+            # These come first, while the generation shard is incomplete and there is room for a parameter twice.
+            for name in self._first[-1]:
+                mover.prepare([name])
+                mover.empty([name])
         for index, step in enumerate(self._steps):
             outgoing, incoming = self._buffers[index % 2]
-            if index or not is_packed:
-                step.pack(held, outgoing, self._dtype)
-            works = step.start(outgoing, incoming, self._group, checksums)
-            if not index:
-                self._bring_own(held, wanted, mover)
             if mover is not None:
                 mover.prepare(self._first[index])
+            step.pack(held, outgoing, self._dtype, checksums)
+            if mover is not None:
                 mover.empty(self._last[index])
+            works = step.start(outgoing, incoming, self._group)
             if pending is not None:
                 self._finish(pending, wanted, checksums)
             pending = (step, incoming, works)
         if pending is not None:
             self._finish(pending, wanted, checksums)
-
-    def _bring_own(self, held: RegionViews, wanted: RegionViews, mover: ShardMover | None) -> None:
-        """Brings what no message has to; with a mover only the parameters that no step touches."""
-        if mover is None:
-            for destination, origin in self._kept:
-                wanted.at(destination).copy_(held.at(origin))
-            return
-        mover.lend(self._first[-1])  # all at once: a call for each takes time
-        # These come first, while the generation shard is incomplete and there is room for a parameter twice.
-        for name in self._first[-1]:
-            mover.prepare([name])
-            mover.empty([name])
 
     def _finish(
         self, pending: tuple[Step, torch.Tensor, list[dist.Work]], wanted: RegionViews, checksums: Checksums
@@ -377,6 +356,66 @@ def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
     _check.count("bucket_bytes", bucket_bytes)
     if bucket_bytes < 4 * layout.element_bytes:
         raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {layout.dtype} elements")
+
+
+def check_version(version: int | None) -> None:
+    """Refuses what is not a version; None is one that is not known."""
+    if version is not None:
+        _check.count("version", version, least=0)
+        if version >= HIGHEST:
+            raise ReshardError(f"version={version} must be below {HIGHEST}. Count the changes of the weights")
+
+
+def note_version(agreement: Agreement, version: int | None) -> None:
+    """Takes this rank's version of the weights into an agreement; None: another rank names it.
+
+    Raises:
+        ReshardError: for what is not a version.
+    """
+    check_version(version)
+    if version is not None:
+        agreement.lowest = agreement.highest = version
+
+
+def require_one_version(
+    agreement: Agreement, version: int | None, group: dist.ProcessGroup | None, ranks: Sequence[int]
+) -> int | None:
+    """The version that an agreement found; None if no rank named one. Collective where they differ.
+
+    Args:
+        agreement: with `note_version` in its block.
+        version: that this rank named.
+        group: of the agreement.
+        ranks: names of its ranks.
+
+    Raises:
+        ReshardError: on every rank, if they named different ones.
+    """
+    if agreement.lowest < agreement.highest:
+        refuse_versions(version, group, ranks)
+    return agreement.highest if agreement.highest >= 0 else None
+
+
+def refuse_versions(version: int | None, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> NoReturn:
+    """Says which ranks have which version, on all ranks that know that they differ. Collective.
+
+    Raises:
+        ReshardError: always.
+    """
+    versions: list[int | None] = [None] * len(ranks)
+    dist.all_gather_object(versions, version, group=group)
+    by_version: dict[int, list[int]] = {}
+    for rank, each in zip(ranks, versions, strict=True):
+        if each is not None:
+            by_version.setdefault(each, []).append(rank)
+    named = [
+        f"{each} on rank {first}" + (f" and {len(more)} more" if more else "")
+        for each, (first, *more) in sorted(by_version.items())
+    ]
+    raise ReshardError(
+        f"the ranks named different versions of the weights: {', '.join(named)}; no weights were moved. Change the "
+        "weights as often on all ranks, and expect the version that is sent"
+    )
 
 
 def as_parts(weights: Weights) -> Parts:

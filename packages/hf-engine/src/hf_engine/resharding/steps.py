@@ -220,24 +220,15 @@ class Step:
         """Target parameters that this step writes."""
         return self._unpacked.names
 
-    def pack(self, held: RegionViews, outgoing: torch.Tensor, dtype: torch.dtype) -> None:
-        """Copies this rank's pieces into the buffer, cast to `dtype`."""
+    def pack(self, held: RegionViews, outgoing: torch.Tensor, dtype: torch.dtype, checksums: Checksums) -> None:
+        """Copies this rank's pieces into the buffer, cast to `dtype`, and checksums every message."""
         for place, view in self._packed.pair(outgoing, dtype, held):
             place.copy_(view)
-
-    def start(
-        self,
-        outgoing: torch.Tensor,
-        incoming: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        checksums: Checksums,
-    ) -> list[dist.Work]:
-        """Checksums every packed message and starts the communication.
-
-        The buffers must not be touched until all that is returned was waited for.
-        """
         for span in self._outgoing:
             checksums.write(outgoing, span)
+
+    def start(self, outgoing: torch.Tensor, incoming: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+        """Starts the communication; the buffers must not be touched until `finish`."""
         if self._is_gather and not gathers_by_messages(incoming):
             work = dist.all_gather_single(
                 incoming[: self.recv_bytes], outgoing[: self.send_bytes], group=group, async_op=True
