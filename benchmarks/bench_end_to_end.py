@@ -159,7 +159,7 @@ def main() -> int:
             continue
         found = _compare_updates(given, programs) | _measure(name, given, measured, programs)
         ratio = found.get("speed_up", (0.0, ""))[0]
-        print(f"{name}: {ratio:.2f} times the peer's best, wanted {TARGETS[name]}", flush=True)
+        print(f"{name}: {ratio:.2f} times the peer's best, target {TARGETS[name]}", flush=True)
         if ratio < TARGETS[name]:
             missed.append(name)
         if not options.systems and options.rounds >= 3:

@@ -31,16 +31,20 @@ _SYSTEMS = {
 _SIDES = {"ours": "here", "trl": "TRL", "bare": "plain loop"}
 _BACKENDS = {"vllm": "vLLM", "sglang": "SGLang"}
 """Engines that may generate on our side in place of transformers."""
+_RATES = (
+    "workload",
+    *(f"{side}, samples/s" for side in _SIDES.values()),
+    "relative to TRL",
+    "target",
+    "relative to the loop",
+)
 _PHASES = ("generate", "score", "logprobs", "update", "advantages", "sync")
 
 
 def write_page() -> None:
     """Tables of rates, of memory, and of the phases of each side's fastest system."""
     found = {name: metrics for name in WORKLOADS if (metrics := _read(name))}
-    rates = [
-        "| workload | here, samples/s | TRL, samples/s | plain loop, samples/s | times TRL | wanted | of the loop |",
-        "|---|--:|--:|--:|--:|--:|--:|",
-    ]
+    rates = [f"| {' | '.join(_RATES)} |", "|---|" + "--:|" * (len(_RATES) - 1)]
     names = " | ".join(f"`{name}`" for name in found)
     memory = [f"| MiB | {names} |", "|---|" + "--:|" * len(found)]
     best = {name: _find_fastest(metrics) for name, metrics in found.items()}

@@ -24,7 +24,9 @@ class ModelLoraConfig(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of an adapter's inputs that an update leaves out; scoring and sampling leave out none."""
     targets: tuple[str, ...] | None = Field(default=None, strict=False)
-    """Ends of the names of linear layers, such as `["q_proj", "v_proj"]`; left out: all but the output layer."""
+    """Ends of the names of linear layers, such as `["q_proj", "v_proj"]`; left out: all linear layers but the output
+    layer.
+    """
     save_merged: bool = False
     """Writes the whole model as well, to `model/merged/`."""
 
