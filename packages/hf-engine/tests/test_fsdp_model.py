@@ -98,22 +98,40 @@ def test_checkpointed_layers_have_no_dropout(ranks1, tmp_path, family, keys):
     """These layers have dropout of their own, not in a module inside."""
     model = write_tiny_family(tmp_path, family, dropout=0.3, **keys)
     plain, again = ranks1.run(score_and_update, model, False)[0], ranks1.run(score_and_update, model, True)[0]
+    compare(again, plain)
+
+
+def test_checkpointed_layers_on_two_ranks_have_no_dropout(ranks2, tmp_path):
+    model = write_tiny_family(tmp_path, "opt", dropout=0.3)
+    for plain, again in zip(
+        *(ranks2.run(score_and_update, model, each, "layer") for each in (False, True)), strict=True
+    ):
+        compare(again, plain)
+
+
+def compare(again, plain):
     assert plain.keys() == again.keys() and len(plain) > 2
     for name, tensor in plain.items():
         torch.testing.assert_close(again[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def score_and_update(model, activation_checkpointing):
-    """Log-probs twice, and the weights after an update."""
-    config = TrainConfig(learning_rate=1e-2, eps=1e-3, activation_checkpointing=activation_checkpointing)
-    topology = Topology(ParallelSpec())
+def score_and_update(model, activation_checkpointing, shard="root"):
+    """Log-probs twice, with a layer that raises in between, and the weights after an update."""
+    config = TrainConfig(learning_rate=1e-2, eps=1e-3, activation_checkpointing=activation_checkpointing, shard=shard)
+    topology = Topology(ParallelSpec(dp_size=dist.get_world_size()))
     backend = load_train_backend("fsdp").build(model, topology=topology, config=config)
     batch = build_batch(3, vocab_size=VOCAB_SIZE)
-    found = {f"score {count}": backend.compute_logprobs(batch)["logprobs"].values() for count in range(2)}
+    first = next(module for module in backend._model.modules() if type(module).__name__.endswith("DecoderLayer"))
+    inside = next(first.children())
+    found = {"score 0": backend.compute_logprobs(batch)["logprobs"].values()}
+    handle = inside.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.compute_logprobs(batch)
+    handle.remove()
+    found["score 1"] = backend.compute_logprobs(batch)["logprobs"].values()
     assert torch.equal(found["score 0"], found["score 1"])
     passes = []
-    first = next(module for module in backend._model.modules() if type(module).__name__.endswith("DecoderLayer"))
-    next(first.children()).register_forward_hook(lambda *_: passes.append(1))
+    inside.register_forward_hook(lambda *_: passes.append(1))
 
     def loss(outputs, micro_batch):
         return -(outputs["logprobs"] * micro_batch["response_mask"]).sum(), {}
@@ -131,3 +149,27 @@ def refuse_checkpointing(model):
     config = TrainConfig(learning_rate=1e-2, activation_checkpointing=True)
     with pytest.raises(BackendError, match=r"the layers of JetMoeForCausalLM again. Set activation_checkpointing=Fal"):
         load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec()), config=config)
+
+
+def test_layers_of_an_encoder_are_computed_again(ranks1, tmp_path):
+    """transformers names none of its modules as not to be split."""
+    from transformers import DistilBertConfig, DistilBertForSequenceClassification
+
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48}
+    config = DistilBertConfig(vocab_size=VOCAB_SIZE, num_labels=1, **sizes)
+    DistilBertForSequenceClassification(config).save_pretrained(tmp_path)
+    assert [ranks1.run(count_passes_of_an_encoder, tmp_path, each) for each in (False, True)] == [[2], [4]]
+
+
+def count_passes_of_an_encoder(model, activation_checkpointing):
+    config = TrainConfig(learning_rate=1e-2, activation_checkpointing=activation_checkpointing)
+    build = load_train_backend("fsdp").build
+    backend = build(model, topology=Topology(ParallelSpec()), config=config, head="score")
+    passes = []
+    for module in backend._model.modules():
+        if type(module).__name__ == "TransformerBlock":
+            next(module.children()).register_forward_hook(lambda *_: passes.append(1))
+    batch = build_batch(3, vocab_size=VOCAB_SIZE)
+    batch["rejected_ids"] = batch["response_ids"].detach().clone()
+    backend.train_step(batch, lambda outputs, _: (outputs["scores"].square().sum(), {}), 1.0)
+    return len(passes)

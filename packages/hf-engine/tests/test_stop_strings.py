@@ -87,7 +87,7 @@ def fallback_model(tmp_path_factory):
 
 
 @given(st.text("a\n\u00e9\u20ac", max_size=9), st.text("a\n\u00e9", min_size=1, max_size=2), st.integers(0, 6))
-def test_bytes_without_a_character_hide_no_string(fallback_model, text, string, min_tokens):
+def test_bytes_of_whole_characters_hide_no_string(fallback_model, text, string, min_tokens):
     drawn = [bytes([byte]) for byte in text.encode()]
     tokens = [257 if byte == b"a" else 1 + byte[0] for byte in drawn]
     ends = [n for n in range(1, len(drawn) + 1) if b"".join(drawn[:n]).endswith(string.encode())]

@@ -27,7 +27,7 @@ class StopStrings:
 
     Args:
         tokenizer: decodes token ids, with special tokens.
-        strings: what ends a response.
+        strings: what ends a response. One next to bytes that never become a character may be overlooked.
         min_tokens: a response of this many tokens or fewer goes on; what was complete by then ends nothing later on.
     """
 

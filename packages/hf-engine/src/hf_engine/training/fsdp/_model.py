@@ -89,6 +89,10 @@ def _return_heads_output(model: Any) -> None:
     model.register_forward_hook(put)
 
 
+_CHECKPOINTED = "GradientCheckpointingLayer"
+"""transformers' class of layers that can be computed again."""
+
+
 class Gathering(Protocol):
     """Controls when weights are gathered and gradients are summed, as `FSDPModule` does."""
 
@@ -136,7 +140,7 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
             # The layers share what is compiled, for any number of rows and tokens; FSDP2's hooks stay outside.
             layer.forward = torch.compile(layer.forward, dynamic=True)
     if config.activation_checkpointing:
-        _checkpoint_layers(model, layers)
+        _checkpoint_layers(model)
     if mesh.size() == 1 and all(each.dtype == getattr(torch, config.dtype) for each in model.parameters()):
         move_to(torch.device(mesh.device_type), model)
         return _NothingGathered()
@@ -151,7 +155,7 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
     return cast("Gathering", model)
 
 
-def _checkpoint_layers(model: Any, layers: Sequence[torch.nn.Module]) -> None:
+def _checkpoint_layers(model: Any) -> None:
     """Has layers compute their activations again in the backward pass.
 
     transformers does so for a layer in training mode alone. Some layers (OPT, XGLM, Falcon) have dropout of their own
@@ -160,7 +164,8 @@ def _checkpoint_layers(model: Any, layers: Sequence[torch.nn.Module]) -> None:
     Raises:
         BackendError: for a model whose layers transformers cannot compute again.
     """
-    if not model.supports_gradient_checkpointing:
+    layers = [each for each in model.modules() if any(kind.__name__ == _CHECKPOINTED for kind in type(each).__mro__)]
+    if not model.supports_gradient_checkpointing or not layers:
         raise BackendError(
             f"activation_checkpointing=True: transformers cannot compute the layers of {type(model).__name__} again. "
             "Set activation_checkpointing=False"
