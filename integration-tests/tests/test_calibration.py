@@ -76,6 +76,21 @@ def test_a_damaged_file_is_named_with_the_remedy(content: bytes) -> None:
 def test_a_folder_of_caches_that_is_none_has_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     assert read_calibration(num_cores=CORES) == []
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert read_calibration(num_cores=CORES) == []
+    with pytest.raises(ConfigError, match=r"this user has no home folder\. Set XDG_CACHE_HOME"):
+        write_calibration(SMALL_IS_FASTER_ON_TWO, num_cores=CORES)
+
+
+def homeless() -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
+def test_a_file_that_cannot_be_read_is_named(caches: Path) -> None:
+    find_calibration().mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"calibration\.json: cannot be read: Is a directory\. Remove it, or set XDG"):
+        read_calibration(num_cores=CORES)
 
 
 def test_the_doctor_names_what_runs_follow() -> None:
@@ -84,9 +99,9 @@ def test_the_doctor_names_what_runs_follow() -> None:
 
     assert find().found == "none for these cores"
     write_calibration(SMALL_IS_FASTER_ON_TWO[:2], num_cores=CORES)
-    assert find().found == "ranks that were faster: 2"
+    assert find().found == "faster number of ranks with 1.0M parameters: 2"
     write_calibration(SMALL_IS_FASTER_ON_TWO, num_cores=CORES)
-    assert find().found == "ranks that were faster: 1 or 2"
+    assert find().found == "faster number of ranks with 1.0M parameters: 2, 10.0M parameters: 1"
     find_calibration().write_text("[")
     damaged = find()
     assert damaged.status == "problem" and "calibration.json: is not a calibration" in damaged.found

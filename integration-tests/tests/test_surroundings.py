@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from small_runs import Outcome, read_metrics
+from small_runs import Outcome, read_metrics, write_sft
 
 NAMESAKES = ("tokenizers", "profile", "torch", "random", "secrets", "types", "safetensors", "numpy", "aiohttp", "yaml")
 REWARD = """
@@ -78,3 +79,20 @@ def test_a_folder_without_room_for_ray_is_refused_at_first(
     assert ended.errors.startswith(f"Error: a local Ray cluster cannot start here: RAY_TMPDIR='{given[:50]}")
     assert len(ended.errors.splitlines()) == 1
     assert not os.path.exists(small_config.parent / "run" / "config.toml")
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+def test_a_run_without_room_for_its_report_is_complete(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setattr("hf_algorithms.report.write_text", refuse_to_write)
+    outcome = hybridflow(command, write_sft(small_config) if command == "sft" else small_config)
+    assert outcome.exit_code == 0, outcome.errors
+    run = small_config.parent / "run"
+    said = f"{run}/report.html cannot be written: No space left on device. Write it later: hybridflow report {run}"
+    assert said in " ".join(outcome.output.split())
+    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+
+
+def refuse_to_write(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

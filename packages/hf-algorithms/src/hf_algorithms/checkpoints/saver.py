@@ -275,7 +275,7 @@ class Cadence:
     """Decides after each iteration, by `run.checkpoint_every`.
 
     Args:
-        every: iterations, 0 for never; seconds such as `"60s"`; or `"auto"`, as often as costs 5 % of the time.
+        every: iterations, 0 for never; seconds such as `"60s"`; or `"auto"`, for at most 5 % of the time.
         clock: seconds that only grow.
     """
 

@@ -129,8 +129,9 @@ def _check_calibration(section: str, num_cores: int) -> Check:
     except ConfigError as error:
         found, _, remedy = str(error).rpartition(". ")
         return Check(section=section, name="calibration", status="problem", found=found, remedy=remedy)
-    faster = {str(choose_ranks(timings, each.parameters)) for each in timings}
-    found = f"ranks that were faster: {' or '.join(sorted(faster))}" if faster else "none for these cores"
+    faster = {each.parameters: choose_ranks(timings, each.parameters) for each in timings}
+    sizes = ", ".join(f"{size / 1e6:.1f}M parameters: {ranks}" for size, ranks in sorted(faster.items()))
+    found = f"faster number of ranks with {sizes}" if faster else "none for these cores"
     return Check(section=section, name="calibration", status="ok", found=found)
 
 

@@ -36,8 +36,8 @@ class RunConfig(Section):
     """`in_process` runs one rank in the program itself, for debuggers."""
     checkpoint_every: _Interval = "auto"
     """Interval between two commits of all roles to `steps/`: iterations (0: never), seconds such as `"60s"`, or
-    `"auto"`: as often as possible while commits take at most 5 % of the time. The last iteration is committed, too,
-    unless it is 0.
+    `"auto"`: as often as possible while commits take at most 5 % of the time. The last iteration is committed,
+    too, unless the interval is 0.
     """
     keep: Annotated[int, Field(ge=1, le=1 << 20)] = 2
     """Commits that are kept; with 1 the one before goes when the newest is verified."""

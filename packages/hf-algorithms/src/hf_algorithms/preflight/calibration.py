@@ -39,16 +39,23 @@ class HostTiming:
 
 
 def find_calibration() -> Path:
-    """The file, which may not be there: `hybridflow/calibration.json` in the user's folder of caches."""
-    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(caches) / "hybridflow" / "calibration.json"
+    """The file, which may not be there: `hybridflow/calibration.json` in the user's folder of caches.
+
+    Raises:
+        ConfigError: for a user without a home, and without `XDG_CACHE_HOME`.
+    """
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        raise ConfigError("this user has no home folder. Set XDG_CACHE_HOME to a folder that can be written") from None
+    return caches / "hybridflow" / "calibration.json"
 
 
 def write_calibration(timings: Iterable[HostTiming], *, num_cores: int) -> Path:
     """Writes what was measured on a host with that many cores; returns the file.
 
     Raises:
-        ConfigError: if the file cannot be written.
+        ConfigError: if the file cannot be written, or has no place.
     """
     path = find_calibration()
     text = json.dumps({"num_cores": num_cores, "timings": [asdict(each) for each in timings]}, indent=2)
@@ -64,16 +71,20 @@ def read_calibration(*, num_cores: int) -> list[HostTiming]:
     Raises:
         ConfigError: if the file cannot be read, or is not one that `write_calibration` wrote.
     """
-    path = find_calibration()
+    try:
+        path = find_calibration()
+    except ConfigError:
+        return []
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         timings = [_check(HostTiming(**each)) for each in found["timings"]]
         return timings if found["num_cores"] == num_cores else []
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{path}: is not a calibration of this host ({reason}). {_REPEAT}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}. Remove it, or set XDG_CACHE_HOME") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ConfigError(f"{path}: is not a calibration of a host. {_REPEAT}") from None
 
 
 def choose_ranks(timings: Iterable[HostTiming], parameters: int) -> int | None:

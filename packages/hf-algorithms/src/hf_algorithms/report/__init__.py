@@ -57,4 +57,4 @@ def leave_report(directory: str | Path, note: Callable[[str], object]) -> None:
     try:
         write_report(directory)
     except DataError as error:
-        note(f"{error}. Make room there, then write it: hybridflow report {shlex.quote(str(directory))}")
+        note(f"{error}. Write it later: hybridflow report {shlex.quote(str(directory))}")
