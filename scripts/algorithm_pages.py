@@ -39,6 +39,20 @@ that file, its docstring included.
 
 """
 SYMBOLS = """
+## Which one to begin with
+
+| what you have | begin with |
+|---|---|
+| answers or tests that a program checks, and several responses to a prompt | [`grpo`](grpo.md) |
+| the same, and most groups score alike | [`dapo`](dapo.md), which draws other prompts in their place |
+| the same, and responses grow longer without better scores | [`dr_grpo`](dr_grpo.md) |
+| long responses, or a mixture of experts, where ratios of single tokens are noisy | [`gspo`](gspo.md) |
+| a reward model, and memory for a critic | [`ppo`](ppo.md) |
+| a reward model alone | [`rloo`](rloo.md), [`remax`](remax.md) or [`reinforce_pp`](reinforce_pp.md) |
+| a reward, and a cost that must stay below a limit | [`safe_rlhf`](safe_rlhf.md) |
+| a stronger model with the same tokenizer | [`distillation`](distillation.md) |
+| two responses to a prompt, of which a scorer prefers one | [`online_dpo`](online_dpo.md) |
+
 ## Symbols
 
 | in the equations | meaning |
