@@ -39,6 +39,9 @@ __all__ = [
     "shard_model",
 ]
 
+_CHECKPOINTED = "GradientCheckpointingLayer"
+"""transformers' class of layers that can be computed again."""
+
 
 def load_with_head(
     model: str | Path, dtype: torch.dtype, head: Head, lora: LoraConfig | None = None, seed: int = 0
@@ -89,10 +92,6 @@ def _return_heads_output(model: Any) -> None:
     model.register_forward_hook(put)
 
 
-_CHECKPOINTED = "GradientCheckpointingLayer"
-"""transformers' class of layers that can be computed again."""
-
-
 class Gathering(Protocol):
     """Controls when weights are gathered and gradients are summed, as `FSDPModule` does."""
 
@@ -125,7 +124,8 @@ def shard_model(model: Any, config: TrainConfig, mesh: DeviceMesh) -> Gathering:
     On one rank, of a model in the dtype it computes in, FSDP2 would only copy weights and gradients: it is not applied.
 
     Raises:
-        BackendError: if an option needs the layers of a model that does not name them, or torch.compile does not work.
+        BackendError: if an option needs the layers of a model that does not name them, if transformers cannot compute
+            them again, or if torch.compile does not work.
     """
     model.eval()
     layers = _list_units(model)
