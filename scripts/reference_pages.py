@@ -1,7 +1,7 @@
-"""Write docs/reference/configuration.md and commands.md from the code; --check compares and exits with 1.
+"""Write configuration.md, commands.md and metrics.md of docs/reference from the code; --check compares.
 
 Keys, defaults and meanings are those of `hf_algorithms.config` and of the recipes; commands and options are those that
-`hybridflow` has.
+`hybridflow` has; metrics are those of `hf_algorithms.report`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from hf_algorithms.cli import cli
 from hf_algorithms.config import Config, describe_keys
 from hf_algorithms.recipes import COMMAND_RECIPES, AlgorithmConfig
+from hf_algorithms.report import METRIC_MEANINGS
 from hf_protocols.paths import expand_path
 from hf_protocols.toml import format_toml_value
 
@@ -60,11 +61,34 @@ After this page you know the commands of `hybridflow` and their options. `hybrid
 | 129, 130, 143 | ended by SIGHUP, by Ctrl-C, by SIGTERM |
 
 """
+METRICS = """# Metrics
+
+After this page you know what each number of `metrics.jsonl` means. The file has one line for each iteration;
+trackers, `watch` and `serve` show the same names. [If a number leaves its
+band](../how-to/watch-a-run.md#if-a-number-leaves-its-band) says what to do.
+
+- A mean over tokens is the sum over all micro-batches, ranks and updates of an iteration, divided by the number of all
+  their tokens; other means likewise. A name that ends in `_max` has the largest value.
+- What nothing was counted for is left out.
+- A trained token is one that the loss counts.
+- `ROLE` is a role that learns, such as `actor` or `critic`; `NAME` a function of the reward; `SET`, `METRIC` and `K`
+  those of an evaluation.
+- Losses, recipes and rewards of your own add names of their own.
+"""
 
 
 def write_pages() -> dict[str, str]:
-    """The text of both pages, by the file's name."""
-    return {"configuration.md": write_configuration(), "commands.md": write_commands()}
+    """The text of each page, by the file's name."""
+    return {"configuration.md": write_configuration(), "commands.md": write_commands(), "metrics.md": write_metrics()}
+
+
+def write_metrics() -> str:
+    """A table for each part of a run."""
+    parts = [NOTE + METRICS]
+    for title, meanings in METRIC_MEANINGS.items():
+        rows = "".join(f"| `{name}` | {escape(meaning)} |\n" for name, meaning in meanings.items())
+        parts.append(f"## {title}\n\n| metric | meaning |\n|---|---|\n{rows}")
+    return "\n".join(parts)
 
 
 def write_configuration() -> str:

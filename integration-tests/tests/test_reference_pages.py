@@ -1,4 +1,4 @@
-"""docs/reference/configuration.md and commands.md are what scripts/reference_pages.py writes from the code."""
+"""Pages of docs/reference that scripts/reference_pages.py writes are what the code says."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def _list_commands(group: click.Group, prefix: str) -> list[tuple[str, str, clic
     return [*found, *(each for name, command in inner for each in _list_commands(command, f"{prefix}{name} "))]
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "metrics.md"])
 def test_the_menu_has_the_page(name: str) -> None:
     assert f": reference/{name}\n" in (ROOT / "mkdocs.yml").read_text()

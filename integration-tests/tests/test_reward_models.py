@@ -19,6 +19,7 @@ from hf_algorithms.config import format_toml, parse_config
 from hf_algorithms.data import load_rows
 from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_algorithms.preflight.inputs import load_row_sets
+from hf_algorithms.report import describe_metric
 from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
 from hf_algorithms.run.supervised import check_supervised, run_supervised
@@ -177,6 +178,7 @@ def test_the_model_that_is_left_is_transformers_own(reward_run: Path, pairs: Pat
     assert summary["interval_after"] == list(compute_wilson_interval(right, 24))
     metrics = read_metrics(reward_run)
     assert metrics[0]["ranking/loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert {name for row in metrics for name in row if not describe_metric(name)} == {"iteration"}
     assert metrics[3]["ranking/loss"] < metrics[0]["ranking/loss"]
     assert [("eval/validation/accuracy_low" in row) for row in metrics] == [False, True, False, True]
     assert "ranking/loss" in (reward_run / "report.html").read_text()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from hf_algorithms.report import describe_metric
 from hf_algorithms.report.live import build_app
 from hf_protocols import MappingPlan
 from small_runs import Outcome, read_metrics, without_times
@@ -53,6 +54,8 @@ def test_a_run_leaves_every_file(run: Path) -> None:
     assert list(summary["start_s"]) == phases
     assert 0 < sum(summary["start_s"].values()) < summary["wall_s"]
     assert [row["iteration"] for row in read_metrics(run)] == [1, 2]
+    names = {name for row in read_metrics(run) for name in row}
+    assert [name for name in names if not describe_metric(name)] == ["iteration"]
     assert MappingPlan.from_json((run / "plan.json").read_text()).models["actor"].backend == "fsdp"
     assert (run / "report.html").read_text().startswith("<!doctype html>")
     trace = json.loads((run / "trace.json").read_text())

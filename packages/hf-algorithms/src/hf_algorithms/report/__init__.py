@@ -14,11 +14,21 @@ from hf_algorithms.atomic_files import write_text
 from hf_algorithms.report._breakdown import Breakdown, Usage, compute_breakdown
 from hf_algorithms.report._breakdown_tables import render_breakdown
 from hf_algorithms.report._files import read_run, read_trace
+from hf_algorithms.report._metric_meanings import METRIC_MEANINGS, describe_metric
 from hf_algorithms.report._page import render_page
 from hf_algorithms.report._timeline import read_calls
 from hf_protocols.errors import DataError
 
-__all__ = ["Breakdown", "Usage", "leave_report", "load_breakdown", "render_breakdown", "write_report"]
+__all__ = [
+    "METRIC_MEANINGS",
+    "Breakdown",
+    "Usage",
+    "describe_metric",
+    "leave_report",
+    "load_breakdown",
+    "render_breakdown",
+    "write_report",
+]
 
 
 def load_breakdown(directory: str | Path) -> Breakdown:

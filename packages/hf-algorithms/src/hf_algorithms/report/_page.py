@@ -11,6 +11,7 @@ from hf_algorithms.report._decimation import decimate
 from hf_algorithms.report._files import RunFiles, describe_end
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._json_values import read_number
+from hf_algorithms.report._metric_meanings import describe_metric
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._timeline import choose_iteration, read_timeline
 from hf_protocols.drawing import (
@@ -154,6 +155,7 @@ def _read_curves(run: RunFiles) -> dict[str, Curve]:
             lines=[Line(points=points, means=means, colour=colours[metric.partition("/")[0]])],
             span=(min(xs), max(xs)),
             guides=_guides(run, metric),
+            meaning=describe_metric(metric),
         )
         for metric, (points, means) in found.items()
     }

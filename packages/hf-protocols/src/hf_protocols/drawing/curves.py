@@ -50,6 +50,7 @@ class Curve:
         guides: named horizontal lines.
         band: values between which the metric is expected, or None.
         axis: what the horizontal axis counts.
+        meaning: of the metric, which appears when a reader points at its name.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Curve:
     guides: Mapping[str, float] = field(default_factory=dict)
     band: tuple[float, float] | None = None
     axis: str = "iteration"
+    meaning: str = ""
 
 
 def render_curve(curve: Curve) -> str:
@@ -86,8 +88,9 @@ def _caption(curve: Curve) -> str:
             for line, (text, _) in zip(curve.lines, shown, strict=True)
         )
         note = "last"
+    hint = f' title="{escape(curve.meaning)}"' if curve.meaning else ""
     return (
-        f"<figcaption><b>{escape(curve.title)}</b><span>{value}</span><code>{escape(curve.metric)}</code>"
+        f"<figcaption{hint}><b>{escape(curve.title)}</b><span>{value}</span><code>{escape(curve.metric)}</code>"
         f"<small>{note}</small></figcaption>"
     )
 

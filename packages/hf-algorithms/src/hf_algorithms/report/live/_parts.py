@@ -11,6 +11,7 @@ from hf_algorithms.report._files import parse_settings
 from hf_algorithms.report._gantt import render_gantt
 from hf_algorithms.report._health import HealthNumber
 from hf_algorithms.report._json_values import read_number
+from hf_algorithms.report._metric_meanings import describe_metric
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report._timeline import choose_iteration
 from hf_algorithms.report.live._run import AXES, LiveRun
@@ -56,7 +57,14 @@ def render_curves_part(runs: Sequence[LiveRun], axis: str, wanted: str) -> str:
     xs = [x for lines in found.values() for line in lines for x, _ in (line.points[0], line.points[-1])]
     figures = "".join(
         render_curve(
-            Curve(title=format_title(metric), metric=metric, lines=lines, span=(min(xs), max(xs)), axis=AXES[axis])
+            Curve(
+                title=format_title(metric),
+                metric=metric,
+                lines=lines,
+                span=(min(xs), max(xs)),
+                axis=AXES[axis],
+                meaning=describe_metric(metric),
+            )
         )
         for metric, lines in found.items()
     )
