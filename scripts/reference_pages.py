@@ -1,7 +1,8 @@
-"""Write configuration.md, commands.md and metrics.md of docs/reference from the code; --check compares.
+"""Write four pages of docs/reference from the code; --check compares.
 
-Keys, defaults and meanings are those of `hf_algorithms.config` and of the recipes; commands and options are those that
-`hybridflow` has; metrics are those of `hf_algorithms.report`.
+Keys, defaults and meanings in configuration.md are those of `hf_algorithms.config` and of the recipes, commands and
+options in commands.md those that `hybridflow` has, metrics those of `hf_algorithms.report`. keys-of-other-projects.md
+has the keys by which messages name those of TRL and verl.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from hf_algorithms.cli import cli
-from hf_algorithms.config import Config, describe_keys
+from hf_algorithms.config import FOREIGN_KEYS, Config, describe_keys
 from hf_algorithms.recipes import COMMAND_RECIPES, AlgorithmConfig
 from hf_algorithms.report import METRIC_MEANINGS
 from hf_protocols.paths import expand_path
@@ -75,11 +76,41 @@ band](../how-to/watch-a-run.md#if-a-number-leaves-its-band) says what to do.
   those of an evaluation.
 - Losses, recipes and rewards of your own add names of their own.
 """
+FOREIGN = """# Keys of TRL and verl
+
+After this page you can write a configuration that you know from TRL or verl. An unknown key with one of these names is
+refused with the key that stands for it here.
+
+- `algorithm.conventions = "trl"` or `"verl"` sets how losses and advantages are computed; see
+  [Conventions of other projects](conformance.md).
+- Reward functions of both projects [work unchanged](reward-conventions.md), and so do their [columns](data-formats.md).
+- `temperature`, `top_p`, `top_k`, `seed`, `weight_decay`, `max_grad_norm`, `gamma` and `attn_implementation` have the
+  same names.
+- Tensor parallelism, offloading and the GPUs of each model are not keys. [A
+  plan](../how-to/plan-and-train-by-a-plan.md) has them, which is found for you, or which you write.
+- `hybridflow train --resume RUN` goes on with a run; no key does.
+
+The names are those of TRL 1.16.0 and verl 0.9.1, and of peft for adapters.
+"""
 
 
 def write_pages() -> dict[str, str]:
     """The text of each page, by the file's name."""
-    return {"configuration.md": write_configuration(), "commands.md": write_commands(), "metrics.md": write_metrics()}
+    return {
+        "configuration.md": write_configuration(),
+        "commands.md": write_commands(),
+        "metrics.md": write_metrics(),
+        "keys-of-other-projects.md": write_foreign_keys(),
+    }
+
+
+def write_foreign_keys() -> str:
+    """A table for each project."""
+    parts = [NOTE + FOREIGN]
+    for project, keys in FOREIGN_KEYS.items():
+        rows = "".join(f"| `{each.name}` | `{each.ours}` | {escape(each.note)} |\n" for each in keys)
+        parts.append(f"## {project}\n\n| there | here | difference |\n|---|---|---|\n{rows}")
+    return "\n".join(parts)
 
 
 def write_metrics() -> str:

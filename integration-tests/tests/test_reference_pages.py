@@ -54,6 +54,6 @@ def _list_commands(group: click.Group, prefix: str) -> list[tuple[str, str, clic
     return [*found, *(each for name, command in inner for each in _list_commands(command, f"{prefix}{name} "))]
 
 
-@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "metrics.md"])
+@pytest.mark.parametrize("name", ["configuration.md", "commands.md", "metrics.md", "keys-of-other-projects.md"])
 def test_the_menu_has_the_page(name: str) -> None:
     assert f": reference/{name}\n" in (ROOT / "mkdocs.yml").read_text()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from types import UnionType
-from typing import Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import pytest
 from pydantic import BaseModel, PlainValidator, WrapValidator
 
-from hf_algorithms.config import Config, load_config, parse_config
-from hf_algorithms.recipes import RECIPES
+from hf_algorithms.config import FOREIGN_KEYS, Config, ModelLoraConfig, config_keys, load_config, parse_config
+from hf_algorithms.recipes import COMMAND_RECIPES, RECIPES
 from hf_protocols import ConfigError
 
-MINIMAL = {"data": {"train": "rows.jsonl"}}
+MINIMAL: dict[str, Any] = {"data": {"train": "rows.jsonl"}}
 HUGE = 10**20
 
 
@@ -40,8 +40,8 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, nearest: str) -> N
     [
         ("run.resume", r"unknown key 'run.resume'. \[run\] has output_dir, seed, iterations, eval_every, executor, "),
         (
-            "algorithm.lr",
-            r"unknown key 'algorithm.lr'. \[algorithm\] has name, recipe, conventions, epochs, mini_batches, ",
+            "algorithm.xy",
+            r"unknown key 'algorithm.xy'. \[algorithm\] has name, recipe, conventions, epochs, mini_batches, ",
         ),
         (
             "algorithm.baseline",
@@ -56,6 +56,74 @@ def test_a_key_far_from_all_gets_no_misleading_hint(key: str, says: str) -> None
     section, _, name = key.partition(".")
     with pytest.raises(ConfigError, match=says):
         parse_config({**MINIMAL, section: {name: 1} if name else 1})
+
+
+OURS = {
+    "rollout.num_generations": "a key of TRL. Set 'rollout.samples_per_prompt' (8 by default there, 1 here)",
+    "run.num_generations": "a key of TRL. Set 'rollout.samples_per_prompt' (8 by default there, 1 here)",
+    "rollout.n": "a key of verl. Set 'rollout.samples_per_prompt'",
+    "rollout.name": "a key of verl. Set 'rollout.backend'",
+    "optimizer.lr": "a key of verl. Set 'optimizer.actor_learning_rate' or 'optimizer.critic_learning_rate'",
+    "data.max_prompt_length": "a key of verl. Set 'data.max_prompt_tokens'",
+    "rollout.max_prompt_length": "a key of TRL and verl. Set 'data.max_prompt_tokens'",
+    "algorithm.beta": "a key of online_dpo, not of this algorithm. Remove it or change algorithm.name. "
+    "The key of TRL is 'algorithm.kl_coefficient' (of GRPO and RLOO; that of DPO has the same name) here",
+    "model.lora.r": "a key of TRL. Set 'model.lora.rank'",
+    "model.lora.lora_alpha": "a key of TRL and verl. Set 'model.lora.alpha'",
+    "trainer.save_freq": "a key of verl. Set 'run.checkpoint_every'",
+    "actor_rollout_ref.actor.optim.lr": "a key of verl. Set 'optimizer.actor_learning_rate'",
+    "critic.optim.lr": "a key of verl. Set 'optimizer.critic_learning_rate'",
+}
+
+
+def nest(key: str) -> dict[str, Any]:
+    """A configuration with this key."""
+    body: Any = 1
+    for part in reversed(key.split(".")):
+        body = {part: body}
+    return {**MINIMAL, **body, "data": {**MINIMAL["data"], **body.get("data", {})}}
+
+
+@pytest.mark.parametrize("key", OURS)
+def test_a_key_of_another_project_names_the_one_here(key: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(nest(key))
+    assert str(raised.value) == f"unknown key '{key}': {OURS[key]}"
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("trainer.colour", "unknown key 'trainer': did you mean 'training'?"),
+        ("algorithm.num_batches", "unknown key 'algorithm.num_batches': did you mean 'algorithm.mini_batches'?"),
+    ],
+)
+def test_a_key_of_no_project_has_its_usual_hint(key: str, says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_config(nest(key))
+    assert str(raised.value) == says
+
+
+def test_what_a_command_lacks_is_not_suggested() -> None:
+    body = {**MINIMAL, "algorithm": {"epsilon": 0.2}}
+    with pytest.raises(ConfigError, match=r"'algorithm\.epsilon': a key of TRL\. Set 'algorithm\.clip_low'$"):
+        parse_config(body)
+    with pytest.raises(ConfigError, match=r"'algorithm\.epsilon'\. \[algorithm\] has name, recipe, "):
+        parse_config(body, command="sft")
+
+
+def test_every_key_that_stands_for_another_exists() -> None:
+    recipes = [recipe for found in COMMAND_RECIPES.values() for recipe in found.values()]
+    known = {key for recipe in recipes for key in config_keys(recipe)}
+    known |= {f"model.lora.{key}" for key in ModelLoraConfig.model_fields}
+    ours = {each.ours for keys in FOREIGN_KEYS.values() for each in keys}
+    assert len(ours) > 40 and sorted(ours - known) == []
+
+
+def test_no_key_of_another_project_is_listed_twice() -> None:
+    for keys in FOREIGN_KEYS.values():
+        names = [each.name for each in keys]
+        assert len(set(names)) == len(names) > 40
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from hf_algorithms.config._deadlines import DeadlinesConfig
 from hf_algorithms.config._evaluation import EvaluationConfig
 from hf_algorithms.config._keys import config_keys
 from hf_algorithms.config._lora import ModelLoraConfig
+from hf_algorithms.config._other_projects import FOREIGN_KEYS
 from hf_algorithms.config._reading import load_config, parse_config, read_overrides, read_sections, set_key
 from hf_algorithms.config._run import RunConfig
 from hf_algorithms.config._scoring import CostConfig, FunctionConfig, RewardConfig, ScorerConfig
@@ -29,6 +30,7 @@ from hf_algorithms.config._sections import (
 from hf_algorithms.config._writing import build_sections, format_toml, with_plain_scalars
 
 __all__ = [
+    "FOREIGN_KEYS",
     "ClusterConfig",
     "Config",
     "CostConfig",

@@ -10,6 +10,7 @@ from typing import Any, cast, get_args
 from pydantic import BaseModel
 
 from hf_algorithms.config._evaluation import EvaluationConfig
+from hf_algorithms.config._other_projects import find_foreign
 from hf_algorithms.config._sections import Config, RoleConfig
 from hf_algorithms.recipes import RECIPES, Recipe, SupervisedRecipe
 from hf_protocols.similar_names import find_similar
@@ -58,6 +59,9 @@ def hint_nested(place: Sequence[str | int]) -> str:
         model = model if isinstance(each, int) else _find_model(field.annotation) if field is not None else None
     if model is None:
         return ""
+    foreign = find_foreign(f"{tables[-1]}.{name}") or find_foreign(str(name))
+    if foreign is not None:
+        return _hint_foreign(*foreign)
     near = find_similar(str(name), model.model_fields)
     return f": did you mean {show(near[0])}?" if near else f". Its table has {', '.join(model.model_fields)}"
 
@@ -83,7 +87,15 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif isinstance(table, Mapping) and section in Config.model_fields:
             yield from ((f"{section}.", key) for key in table)
         elif section not in Config.model_fields:
-            yield "", section
+            yield from list(_flatten_foreign(f"{section}.", table)) or [("", section)]
+
+
+def _flatten_foreign(place: str, table: Any) -> Iterator[tuple[str, str]]:
+    """Yields the keys of another project's section, such as `[trainer]`, that have one here."""
+    for name, value in table.items() if isinstance(table, Mapping) else ():
+        if find_foreign(f"{place}{name}") is not None:
+            yield place, name
+        yield from _flatten_foreign(f"{place}{name}.", value)
 
 
 def _section_of(place: str) -> str:
@@ -92,20 +104,35 @@ def _section_of(place: str) -> str:
 
 
 def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
-    """Suggests a similar key of the section, else the same key of another one; lists the known names without either."""
+    """Suggests a similar key of the section, or the same key of another one; lists the known names without either.
+
+    A name that no section has is first looked for in other projects.
+    """
     key, dot = f"{_section_of(place)}{name}", bool(place)
     section = key.rpartition(".")[0]
     if owners := _find_owners().get(key):
         shown = ", ".join(owners[:_MOST_HINTS]) + (" and others" if len(owners) > _MOST_HINTS else "")
-        return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name"
+        foreign = find_foreign(name, known_keys)
+        further = "" if foreign is None else f". The key of {foreign[0]} is {foreign[1]} here"
+        return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name{further}"
     known = (*Config.model_fields, *known_keys)
+    is_ours = any(each.rpartition(".")[2] == name for each in known)
+    foreign = find_foreign(key, known_keys) or (None if is_ours else find_foreign(name, known_keys))
+    if foreign is not None:
+        return _hint_foreign(*foreign)
     near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
     names = [each.rpartition(".")[2] for each in near]
     wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
     if found := [each for each in (near if similar else known) if each.rpartition(".")[2] == wanted]:
         found = [f"{place}{wanted}" if each == f"{section}.{wanted}" else each for each in found]
         return f": did you mean {' or '.join(map(show, found[:_MOST_HINTS]))}?"
+    if not names:
+        return ". Remove it"
     return f". {f'[{section}] has' if dot else 'The sections are'} {', '.join(names)}"
+
+
+def _hint_foreign(projects: str, ours: str) -> str:
+    return f": a key of {projects}. Set {ours}"
 
 
 @cache
