@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hf_controller.signals import SignalGuard, after_imports, shielded
+from hf_controller.signals import SignalGuard, after_imports, send_lost_signals_again, shielded
 
 pytestmark = pytest.mark.usefixtures("other_guards_hear_nothing")
 
@@ -135,6 +135,46 @@ def test_an_exception_in_a_finalizer_is_raised_by_the_next_wait(guard):
         pass
     with guard.watching():
         pass
+
+
+@pytest.mark.parametrize(("kind", "exit_code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_in_a_finalizer_ends_a_program(kind, exit_code):
+    program = (
+        "import signal, sys, time\n"
+        "from hf_controller.signals import Terminated, after_imports, send_lost_signals_again\n"
+        "def end(kind, frame):\n"
+        "    raise Terminated(128 + kind)\n"
+        f"signal.signal(signal.{kind}, after_imports(end))\n"
+        "send_lost_signals_again()\n"
+        "class Finalized:\n"
+        "    def __del__(self):\n"
+        f"        signal.raise_signal(signal.{kind})\n"
+        "Finalized()\n"
+        "print('goes on', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout, done.stderr) == (exit_code, "goes on\n", "")
+
+
+def test_other_errors_of_finalizers_are_shown(capfd):
+    class FailingFinalizer:
+        def __init__(self, error):
+            self.error = error
+
+        def __del__(self):
+            raise self.error
+
+    before = sys.unraisablehook
+    sys.unraisablehook = sys.__unraisablehook__
+    try:
+        send_lost_signals_again()
+        FailingFinalizer(ValueError("a fault"))
+        FailingFinalizer(SystemExit(3))
+    finally:
+        sys.unraisablehook = before
+    shown = capfd.readouterr().err
+    assert "ValueError: a fault" in shown and "SystemExit: 3" in shown
 
 
 def test_other_exits_pass_through(guard):

@@ -27,7 +27,7 @@ from hf_algorithms.commands.replay import replay
 from hf_algorithms.commands.serve import serve
 from hf_algorithms.commands.training import dpo, reward_model, sft, train
 from hf_algorithms.commands.watch import watch
-from hf_controller.signals import after_imports
+from hf_controller.signals import Terminated, after_imports, send_lost_signals_again
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 
 __all__ = ["main"]
@@ -204,6 +204,7 @@ def main() -> NoReturn:
         signal.signal(signal.SIGHUP, after_imports(_terminate))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # ignored in a shell's background job
         signal.signal(signal.SIGINT, after_imports(signal.default_int_handler))
+    send_lost_signals_again()
     hush_torch()
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours shows more; workers inherit it
     try:
@@ -223,4 +224,4 @@ def main() -> NoReturn:
 
 def _terminate(signum: int, frame: FrameType | None) -> NoReturn:
     """SIGTERM unwinds the program like Ctrl-C, so that workers are shut down on the way out."""
-    sys.exit(128 + signum)
+    raise Terminated(128 + signum)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar
 
-__all__ = ["SignalGuard", "Terminated", "after_imports", "shielded"]
+__all__ = ["SignalGuard", "Terminated", "after_imports", "send_lost_signals_again", "shielded"]
 
 Handler = Callable[[int, FrameType | None], Any]
 _Hook = int | None
@@ -149,14 +149,43 @@ def after_imports(handler: Handler) -> Handler:
     def handle(kind: int, frame: FrameType | None) -> None:
         arrived_s.append(time.monotonic())
         if _is_importing(frame) and arrived_s[-1] - arrived_s[0] < _LONGEST_IMPORT_S:
-            again = threading.Timer(_SLICE_S, os.kill, (os.getpid(), kind))
-            again.daemon = True
-            again.start()
+            _send_soon(kind)
         else:
             arrived_s.clear()
             handler(kind, frame)
 
     return handle
+
+
+def send_lost_signals_again() -> None:
+    """Sends a signal again whose exception Python could not raise, because it arrived in a finalizer.
+
+    For a program whose handlers raise KeyboardInterrupt, or SystemExit with 128 and the signal's number. A guard does
+    the same for what it watches; this also serves before there is one.
+    """
+    before = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        error = unraisable.exc_value
+        kinds = {128 + kind: kind for kind in (signal.SIGINT, *_ENDING)}
+        kind = kinds.get(error.code) if isinstance(error, SystemExit) and isinstance(error.code, int) else None
+        if isinstance(error, KeyboardInterrupt):
+            kind = signal.SIGINT
+        if kind is None:
+            before(unraisable)
+            return
+        try:
+            _send_soon(kind)
+        except RuntimeError:  # the interpreter ends, and so does the program
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _send_soon(kind: int) -> None:
+    again = threading.Timer(_SLICE_S, os.kill, (os.getpid(), kind))
+    again.daemon = True
+    again.start()
 
 
 def _is_importing(frame: FrameType | None) -> bool:
