@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_protocols import StateError
 from small_runs import Outcome, read_metrics, write_sft
 
 NAMESAKES = ("tokenizers", "profile", "torch", "random", "secrets", "types", "safetensors", "numpy", "aiohttp", "yaml")
@@ -96,3 +97,35 @@ def test_a_run_without_room_for_its_report_is_complete(
 
 def refuse_to_write(*_: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_commit_that_cannot_be_written_ends_the_run_soon(
+    small_config: Path, hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the iterations after it, not at the next commit: what is computed until then could not be kept."""
+    monkeypatch.setattr("hf_engine.training.state.saving.write_tensors", refuse_tensors)
+    words = ("run.iterations=90", "run.checkpoint_every=30", "run.max_restarts=0", "run.eval_every=90")
+    outcome = hybridflow("sft", write_sft(small_config), *(word for key in words for word in ("--set", key)))
+    assert outcome.exit_code == 1
+    said = " ".join(outcome.errors.split())
+    assert "exp_avg-00000.safetensors cannot be written: No space left on device" in said
+    assert "Earlier commits are whole. Free some space and use --resume" in said
+    assert 30 <= len(read_metrics(small_config.parent / "run")) < 60
+
+
+def refuse_tensors(path: Path, _: object) -> None:
+    raise StateError(f"{path} cannot be written: {os.strerror(errno.ENOSPC)}")
+
+
+def test_a_run_whose_directory_is_removed_leaves_nothing(
+    small_config: Path, hybridflow: Callable[..., Outcome]
+) -> None:
+    (small_config.parent / "remover.py").write_text(
+        "import shutil\nfrom pathlib import Path\n"
+        "def remove(iteration, metrics):\n    shutil.rmtree(Path(__file__).with_name('run'))\n"
+    )
+    hook = f"run.on_metrics={small_config.parent / 'remover.py'}:remove"
+    outcome = hybridflow("train", small_config, "--set", hook, "--set", "run.max_restarts=0")
+    run = small_config.parent / "run"
+    assert outcome.exit_code == 1 and f"run.output_dir={str(run)!r} was removed while the run went on" in outcome.errors
+    assert "--resume" not in outcome.output and not run.exists()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -126,3 +128,25 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"run\.output_dir=.* cannot be written: Not a directory"):
         RunDirectory(tmp_path / "file" / "run")
+
+
+def replace_model(directory: RunDirectory) -> None:
+    with directory.replacing("model") as folder:
+        folder.mkdir(parents=True)
+
+
+WRITERS: dict[str, Callable[[RunDirectory], object]] = {
+    "summary.json": lambda directory: directory.write_json("summary.json", {}),
+    "metrics.jsonl": lambda directory: directory.append_metrics({"iteration": 1}),
+    "samples": lambda directory: directory.append_samples(1, [{"prompt": "1+1="}]),
+    "model": replace_model,
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_directory_that_was_removed_is_not_made_again(tmp_path: Path, name: str) -> None:
+    directory = begun(tmp_path / "run")
+    shutil.rmtree(directory.path)
+    with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written: .*run' was removed while the run went on"):
+        WRITERS[name](directory)
+    assert not directory.path.exists()

@@ -333,6 +333,10 @@ def fail_to_write(model, folder):
             resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
         left = [path.name for path in (folder / f"full-{background}").iterdir()]
         assert not [name for name in left if name.endswith(("1.safetensors", "1.json", ".part"))]
+        dist.barrier()  # both have failed or finished
+        if background:
+            with pytest.raises(StateError, match=r"full-True: rank 1 could not write its files. Call finish_state"):
+                list_written(folder / "full-True", 2)
     backend.save_state(folder / "good", background=True)
     with pytest.raises(StateError, match=r"good is still being written. Call finish_state\(\) first"):
         backend.save_state(folder / "more")

@@ -55,6 +55,11 @@ class PendingStep:
         """True once the step is durable."""
         return self._is_committed
 
+    @property
+    def has_failed(self) -> bool:
+        """True once it is known that the step cannot be committed; `finish` and the ranks say why."""
+        return self._error is not None
+
     def finish(self, files: Mapping[str, Sequence[StateFile]]) -> None:
         """Commits the step, unless that is done; all files are on disk.
 

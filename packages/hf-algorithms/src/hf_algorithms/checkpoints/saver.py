@@ -28,6 +28,7 @@ from hf_algorithms.checkpoints.pending_step import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectoryError
+from hf_protocols import HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BestCommits", "Cadence", "Checkpoints", "SupportsSummary"]
 
+_REMEDY = "Earlier commits are whole. Free some space and use --resume"
 _MODEL = "model"
 """Folder of a run, and of a commit that `run.keep_best` keeps, with the weights in Hugging Face's format."""
 
@@ -174,6 +176,7 @@ class Checkpoints:
         """
         self.finish()
         folder = self._place / STEPS / str(program.iteration)
+        self._directory.require(f"{STEPS}/{program.iteration}")
         with self._reporting(folder), self._timing() as spent:
             remove_step(folder)
             folder.mkdir(parents=True)
@@ -213,9 +216,15 @@ class Checkpoints:
                 self._summary["last_commit"] = pending.iteration
 
     def measure(self) -> dict[str, float]:
-        """Returns `checkpoint/*` of an iteration: what commits have cost since the one before; nothing without any."""
+        """Returns `checkpoint/*` of an iteration: what commits have cost since the one before; nothing without any.
+
+        Raises:
+            HybridFlowError: if the last commit could not be written; earlier commits stay.
+        """
         if self._every == 0:
             return {}
+        if self._pending is not None and self._pending.has_failed:
+            self.finish()  # now, not at the next commit: what is computed until then could not be kept
         if self._pending is not None and self._pending.is_committed:
             self._note_commit(self._pending.iteration)
         seconds, self._unreported_s = self._unreported_s, 0.0
@@ -261,8 +270,11 @@ class Checkpoints:
         except OSError as error:
             raise RunDirectoryError(
                 f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
-                f"written: {error.strerror}. Earlier commits are whole. Free some space and use --resume"
+                f"written: {error.strerror}. {_REMEDY}"
             ) from error
+        except HybridFlowError as error:  # of a rank
+            error.add_note(_REMEDY)
+            raise
 
 
 _COMMIT_SHARE = 0.05

@@ -92,6 +92,26 @@ class RunDirectory:
         """True once `begin` was called; before, nothing is written or removed."""
         return self._has_begun
 
+    @property
+    def exists(self) -> bool:
+        """False once somebody has removed the directory, with its commits."""
+        return self.path.is_dir()
+
+    def require(self, name: str) -> None:
+        """Refuses to write into a directory that somebody has removed; what it held is lost.
+
+        Args:
+            name: of the file or folder to write.
+
+        Raises:
+            RunDirectoryError: if it is not there.
+        """
+        if not self.exists:
+            raise RunDirectoryError(
+                f"{name} cannot be written: run.output_dir={str(self.path)!r} was removed while the run went on. "
+                "Start the run again"
+            )
+
     def check_inputs(self, paths: Mapping[str, str | None]) -> None:
         """Refuses inputs that `begin` would remove.
 
@@ -229,6 +249,7 @@ class RunDirectory:
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
         """Yields a folder to fill; it replaces the folder `name` if the block ends without an error."""
+        self.require(name)
         fresh = self.path / f".{name}.part"
         shutil.rmtree(fresh, ignore_errors=True)
         yield fresh
@@ -257,9 +278,11 @@ class RunDirectory:
 
     @contextmanager
     def _reporting(self, name: str) -> Iterator[None]:
+        self.require(name)
         try:
             yield
         except OSError as error:
+            self.require(name)
             raise RunDirectoryError(
                 f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}. "
                 "Free some space or choose another directory"

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,8 @@ __all__ = [
     "check_files",
     "list_written",
     "listing_name",
+    "mark_failure",
+    "remove_marks",
     "sync_directory",
     "verify_files",
     "write_json",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 1 << 24
+_FAILED = ".failed"
 
 
 @contextmanager
@@ -128,11 +131,13 @@ def list_written(directory: str | Path, world_size: int) -> tuple[StateFile, ...
         world_size: number of ranks that save together.
 
     Raises:
-        StateError: naming a list that cannot be read.
+        StateError: naming a list that cannot be read, or a rank that could not write; `finish_state` says why.
     """
     found: list[StateFile] = []
     for rank in range(world_size):
         path = Path(directory) / listing_name(rank)
+        if path.with_suffix(_FAILED).exists():
+            raise StateError(f"{directory}: rank {rank} could not write its files. Call finish_state() for the reason")
         try:
             found += [StateFile(**each) for each in json.loads(path.read_text(encoding="utf-8"))["files"]]
         except FileNotFoundError:
@@ -140,6 +145,22 @@ def list_written(directory: str | Path, world_size: int) -> tuple[StateFile, ...
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise StateError(f"{path} cannot be read: {error}. Save the state again") from error
     return tuple(found)
+
+
+def mark_failure(directory: Path, rank: int) -> None:
+    """Says in a state's directory that a rank could not write; an empty file fits on most full disks."""
+    with suppress(OSError):
+        (directory / listing_name(rank)).with_suffix(_FAILED).touch()
+
+
+def remove_marks(directory: Path) -> None:
+    """Removes what `mark_failure` left of an earlier save.
+
+    Raises:
+        OSError: if the file system refuses.
+    """
+    for mark in directory.glob(f"*{_FAILED}"):
+        mark.unlink()
 
 
 def sync_directory(directory: Path) -> None:

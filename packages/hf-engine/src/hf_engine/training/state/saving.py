@@ -21,6 +21,8 @@ from hf_engine.training.state.description import DESCRIPTION, RankFiles, StateDe
 from hf_engine.training.state.files import (
     agree_on_path,
     agreed,
+    mark_failure,
+    remove_marks,
     sync_directory,
     write_json,
     write_listing,
@@ -46,6 +48,14 @@ class _Staged:
     """By file, then by key."""
     description: dict[str, Any] | None = None
     """On the first rank."""
+
+    def write_in_background(self) -> tuple[StateFile, ...]:
+        """Writes all files; a failure leaves a mark for `list_written`, as nobody waits for the files yet."""
+        try:
+            return self.write()
+        except BaseException:
+            mark_failure(self.directory, self.rank)
+            raise
 
     def write(self) -> tuple[StateFile, ...]:
         """Writes all files, and the rank's list of them last; removes them again if one fails."""
@@ -94,7 +104,7 @@ class StateWriter:
         staged = self._stage(target, parts, progress)
         # Not a daemon: a program that ends waits for its last state.
         pool = ThreadPoolExecutor(1, thread_name_prefix="save-state")
-        self._pending = pool.submit(staged.write)
+        self._pending = pool.submit(staged.write_in_background if background else staged.write)
         pool.shutdown(wait=not background)
         if not background:
             self.finish()
@@ -160,6 +170,7 @@ def _prepare(directory: Path) -> None:
     """A directory that is there and empty."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        remove_marks(directory)
         present = next(directory.iterdir(), None)
     except OSError as error:
         raise StateError(f"{directory} cannot be written: {error.strerror}") from error
