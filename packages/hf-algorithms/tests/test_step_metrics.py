@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hf_algorithms.recipes import StepError
-from hf_algorithms.run.step_metrics import average_metrics
+from hf_algorithms.run.step_metrics import average_metrics, describe_failures, describe_unscorable
 
 
 def pair(*values: float) -> tuple[float, float]:
@@ -55,3 +55,12 @@ def test_a_number_does_not_share_its_name_with_a_metric() -> None:
         average([{"reward/mean": pair(1.0, 2.0)}], {"other": 1.0, "reward/mean": 7.0})
     with pytest.raises(StepError, match="named 'other'"):
         average([], {"other": 1.0}, {"other": 2.0})
+
+
+def test_calls_that_were_ended_are_named_by_their_function() -> None:
+    metrics = {"reward/mean": 0.5, "reward/slow/failed": 2.0, "reward/good/failed": 0.0, "cost/bad/failed": 1.0}
+    said = describe_failures(7, metrics)
+    assert said.keys() == {"reward/slow/failed", "cost/bad/failed"}
+    assert said["reward/slow/failed"].startswith("warning: in iteration 7 2 responses have no score by slow, whose")
+    assert describe_failures(7, {name: metrics[name] for name in metrics if name != "reward/mean"}) == {}
+    assert "calls of slow (2 responses) met deadline_s" in describe_unscorable(7, metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,12 @@ from hf_algorithms.run.phases import measure_phases
 from hf_algorithms.run.process_tree import MemoryMeter
 from hf_algorithms.run.restarts import Attempt, Restarts, run_with_restarts
 from hf_algorithms.run.start import begin_run, check_inputs
-from hf_algorithms.run.step_metrics import average_metrics, describe_skipped, describe_unscorable
+from hf_algorithms.run.step_metrics import (
+    average_metrics,
+    describe_failures,
+    describe_skipped,
+    describe_unscorable,
+)
 from hf_algorithms.run.summary import RunSummary
 from hf_algorithms.run.training_samples import collect_training_samples
 from hf_algorithms.run.warm_start import warm_start
@@ -109,9 +114,11 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             limit = config.rollout.max_new_tokens
             if isinstance(data := inputs.pretraining, PromptDataset) and (cut := data.count_cut_answers(limit)):
                 display.note(f"{data.source}: {cut} of {len(data)} answers are cut to rollout.max_new_tokens = {limit}")
+            for line in resume.notes if resume is not None else ():
+                display.note(f"warning: {line}. It is not used")
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
-            inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
+            inputs, record = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = {
                 "algorithm": config.algorithm.name,
@@ -135,7 +142,8 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             evaluations = RunEvaluations(config, inputs, executor, roles, search_path)
             stack.enter_context(closing(evaluations))
             restarts = attempt.restarts
-            _Run(config, directory, inputs, executor, roles, evaluations, display, summary, restarts).execute(resume)
+            run = _Run(config, directory, inputs, executor, roles, evaluations, display, summary, restarts)
+            run.execute(resume, record)
         leave_report(directory.path, display.note)
     return summary.body
 
@@ -172,32 +180,42 @@ class _Run:
         self._ledger = Ledger(directory)
         self._checkpoints = Checkpoints(config.run, directory, roles, summary, display.note)
         self._base = inputs.models[roles.having("generate_sequences").role].path
+        self._failing: set[str] = set()
         self._busy_s = 0.0
         self._num_tokens = 0.0
 
-    def execute(self, resume: Resumption | None) -> None:
-        """Runs all phases in order; if one fails, the results so far are on disk."""
+    def execute(self, resume: Resumption | None, record: Callable[[], None]) -> None:
+        """Runs all phases in order; if one fails, the results so far are on disk.
+
+        Args:
+            resume: a run that goes on.
+            record: writes down its configuration, once the states have been loaded.
+        """
         with closing(self._checkpoints):
             if resume is None or resume.program is None:
-                self._start(resume)
+                self._start(resume, record)
             else:
                 self._continue(resume, resume.program)
+                record()
             self._display.phase(self._config.algorithm.name)
             self._summary.note_start(self._display.phases)
-            is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
+            first, last = self._summary["iterations"] + 1, self._config.run.iterations
+            is_stopped = self._stop.iterate(self._iterate, first, last)
             self._checkpoints.finish()
             if is_stopped:
                 self._summary.interrupt()
                 return
             self._display.phase("evaluating the result")
+            if first > last:  # it resumed with nothing left to do: `model/` may be of any iteration
+                self._commit_model(last)
             self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
             if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
                 self._summary["kl_to_reference"] = divergence
 
-    def _start(self, resume: Resumption | None) -> None:
+    def _start(self, resume: Resumption | None, record: Callable[[], None]) -> None:
         """Makes the warm start, or the rest of it, the probe and the first evaluation."""
         self._note_progress(0)
-        self._warm_start(resume)
+        self._warm_start(resume, record)
         probe_sampler(self._config, self._roles, self._validation, self._sampling(0))
         self._display.phase("evaluating the starting point")
         self._commit_model(0)
@@ -231,13 +249,14 @@ class _Run:
             seed=self._config.run.seed,
         )
 
-    def _warm_start(self, resume: Resumption | None) -> None:
+    def _warm_start(self, resume: Resumption | None, record: Callable[[], None]) -> None:
         """Supervised training of the policy; every role that starts from the same weights then gets the result.
 
         A role whose own path the configuration gives keeps its weights.
         """
         config = self._config.warm_start
         if config.max_steps == 0:
+            record()
             return
         self._display.phase("warm start")
         limit = self._config.rollout.max_new_tokens
@@ -252,6 +271,7 @@ class _Run:
         )
         with closing(checkpoints):
             done = resume.load_warm_start(self._roles) if resume is not None else 0
+            record()
             if done:
                 note(f"the warm start goes on after step {done}")
             self._roles.having("set_learning_rate").set_learning_rate(config.learning_rate, **options).result()
@@ -327,17 +347,23 @@ class _Run:
         self._busy_s += elapsed_s
         self._num_tokens += tokens
         metrics["perf/samples_per_s"] = samples / elapsed_s
-        metrics["perf/tokens_per_s"] = tokens / elapsed_s
+        if tokens:  # a recipe of one's own may not count them
+            metrics["perf/tokens_per_s"] = tokens / elapsed_s
         metrics["time/iteration_s"] = elapsed_s
         metrics |= measure_phases(self._executor.trace.drain(), self._roles.groups, iteration)
         metrics |= self._checkpoints.measure() | self._restarts.measure()
         self._summary.update({"iterations": iteration, "ledger": self._ledger.counts})
         self._summary["samples_per_s"] = samples * iteration / self._busy_s
-        self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
+        if self._num_tokens:
+            self._summary["tokens_per_s"] = self._num_tokens / self._busy_s
         if "constraint/infeasible" in metrics:
             self._summary["infeasible"] = bool(metrics["constraint/infeasible"])
         if "reward/unscorable" in metrics and "reward/mean" not in metrics:
             self._display.note(describe_unscorable(iteration, metrics))
+        failures = describe_failures(iteration, metrics)
+        for line in (failures[name] for name in failures.keys() - self._failing):  # said once for each function
+            self._display.note(line)
+        self._failing |= failures.keys()
         for line in describe_skipped(iteration, metrics):
             self._display.note(line)
         self._directory.append_metrics({"iteration": iteration, **metrics})

@@ -12,7 +12,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_controller import MetricsFuture
 
-__all__ = ["average_metrics", "describe_skipped", "describe_unscorable"]
+__all__ = ["average_metrics", "describe_failures", "describe_skipped", "describe_unscorable"]
 
 
 def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, float]]) -> dict[str, float]:
@@ -68,7 +68,9 @@ def _explain_variance(metrics: dict[str, float]) -> dict[str, float]:
 def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
     """A warning of an iteration in which no response has a score, with the functions whose calls were ended."""
     failed = [
-        f"{name.split('/')[1]} ({count:g} responses)" for name, count in metrics.items() if _is_failure(name, count)
+        f"{name.split('/')[1]} ({count:g} responses)"
+        for name, count in metrics.items()
+        if name.startswith("reward/") and _is_failure(name, count)
     ]
     reason = "its functions returned None or NaN"
     if failed:
@@ -76,5 +78,20 @@ def describe_unscorable(iteration: int, metrics: Mapping[str, float]) -> str:
     return f"warning: in iteration {iteration} no response could be scored: {reason}"
 
 
+def describe_failures(iteration: int, metrics: Mapping[str, float]) -> dict[str, str]:
+    """Returns a warning for each function of which calls were ended, by the metric that counts them.
+
+    Nothing where no response at all has a score: see `describe_unscorable`.
+    """
+    if "reward/mean" not in metrics:
+        return {}
+    return {
+        name: f"warning: in iteration {iteration} {count:g} responses have no score by {name.split('/')[1]}, whose "
+        f"calls met deadline_s or ended their process. Later ones are counted in {name} alone"
+        for name, count in metrics.items()
+        if _is_failure(name, count)
+    }
+
+
 def _is_failure(name: str, count: float) -> bool:
-    return name.startswith("reward/") and name.endswith("/failed") and count > 0
+    return name.startswith(("reward/", "cost/")) and name.endswith("/failed") and count > 0
