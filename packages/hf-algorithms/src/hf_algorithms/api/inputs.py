@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from keyword import iskeyword
 from os import PathLike, fspath
@@ -20,18 +20,17 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
 from hf_algorithms.api.value_names import rewording
+from hf_algorithms.held_functions import hold, release
 from hf_algorithms.users_code import pickle_with_module
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import show
 
-__all__ = ["HELD_FUNCTIONS", "NAME", "InputFolder", "are_texts", "check_name", "temporary_inputs"]
+__all__ = ["NAME", "InputFolder", "are_texts", "check_name", "temporary_inputs"]
 
 NAME = re.compile(r"[\w.-]+")
 """Names of sets and metrics."""
 
-HELD_FUNCTIONS: dict[str, Callable[..., Any]] = {}
-"""Functions of this process that cannot be pickled, by the name that the configuration has for them."""
 _SETS = ("train", "validation", "test")
 _DATA = "data"
 """Name of rows that are passed without one."""
@@ -68,8 +67,8 @@ class InputFolder:
         Args:
             is_used: True if the run began; otherwise the folder is removed, unless an earlier run has left it.
         """
-        for key in self._held:
-            del HELD_FUNCTIONS[key]
+        for reference in self._held:
+            release(reference)
         if not is_used and self.path in self._missing:
             shutil.rmtree(self.path, ignore_errors=True)
             for folder in self._missing[1:]:
@@ -267,10 +266,8 @@ class InputFolder:
                     f"{kind} {name!r}: cannot be pickled for workers on Ray ({type(caught.error).__name__}: "
                     f"{caught.error}). Define it in a module, or set run.executor to 'in_process'"
                 ) from caught.error
-            key = f"{stem}_{len(HELD_FUNCTIONS)}"
-            HELD_FUNCTIONS[key] = function
-            self._held.append(key)
-            return f"{__name__}:{key}", True
+            self._held.append(hold(function, stem))
+            return self._held[-1], True
         self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / f"passed_{stem}.py"
         file.with_suffix(".pkl").write_bytes(pickled)
@@ -305,12 +302,6 @@ def temporary_inputs() -> Iterator[InputFolder]:
                 yield inputs
         finally:
             inputs.close(is_used=True)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in HELD_FUNCTIONS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return HELD_FUNCTIONS[name]
 
 
 def _name_each(functions: Sequence[Any]) -> dict[str, Any]:

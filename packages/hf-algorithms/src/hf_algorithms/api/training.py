@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.api.inputs import InputFolder, are_texts
 from hf_algorithms.api.notebook import is_notebook
 from hf_algorithms.api.value_names import naming_parameters, refuse_doubled, rewording
+from hf_algorithms.held_functions import find_lost, hold_again, release
 from hf_algorithms.run.lock import training_alone
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show
@@ -315,23 +317,39 @@ def _resume(
     from hf_algorithms.checkpoints import open_resumption
     from hf_algorithms.run.any_run import run_recipe
 
-    values = {name: getattr(given, name) for name in ("model", "dataset", "reward", "algorithm", "config")}
+    values = {name: getattr(given, name) for name in ("model", "dataset", "algorithm", "config")}
     values |= {"output_dir": output_dir, "overwrite": overwrite or None}
+    held = _find_lost_reward(Path(run).expanduser(), given.reward)
+    values["reward"] = given.reward if held is None else None
     if named := [name for name, value in values.items() if value is not None]:
         raise ConfigError(f"resume={show(os.fspath(run))}: takes what the run was started with. Leave out {named[0]}")
-    found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
-    path = found.directory.path
-    if found.is_finished:
-        return _read_result(path)
-    summary = run_recipe(
-        found.config,
-        found.directory,
-        plan=found.plan,
-        search_path=found.search_path,
-        on_metrics=on_metrics,
-        resume=found,
-    )
+    with ExitStack() as stack:
+        if held is not None:
+            hold_again(held, given.reward)
+            stack.callback(release, held)
+        found = open_resumption(Path(run).expanduser(), given.changes, given.allowed, command=command)
+        path = found.directory.path
+        if found.is_finished:
+            return _read_result(path)
+        summary = run_recipe(
+            found.config,
+            found.directory,
+            plan=found.plan,
+            search_path=found.search_path,
+            on_metrics=on_metrics,
+            resume=found,
+        )
     return _read_result(path, summary)
+
+
+def _find_lost_reward(run: Path, reward: Any) -> str | None:
+    """The reference of a reward that could not be pickled and that is passed again; None for another run or reward."""
+    from hf_algorithms.checkpoints.origin import read_origin
+    from hf_algorithms.run.directory import ORIGIN
+
+    if not callable(reward) or not (run / ORIGIN).is_file():
+        return None
+    return find_lost(read_origin(run).sections).get("reward.function")
 
 
 def _read_result(run: Path, summary: dict[str, Any] | None = None) -> TrainingResult:

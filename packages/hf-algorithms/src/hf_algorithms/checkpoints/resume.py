@@ -15,6 +15,7 @@ from hf_algorithms.checkpoints.commit import STEPS, WARM_START, CheckpointError,
 from hf_algorithms.checkpoints.origin import read_origin
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program
 from hf_algorithms.config import DeadlinesConfig
+from hf_algorithms.held_functions import find_lost
 from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run.directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
@@ -71,6 +72,11 @@ class Resumption:
     def iteration(self) -> int:
         """The last one that is committed, or 0."""
         return self.program.iteration if self.program is not None else 0
+
+    @property
+    def has_state(self) -> bool:
+        """True if there is a commit, of the warm start or after it, from which the run goes on."""
+        return self.program is not None or self.warm is not None
 
     @property
     def skipped_draws(self) -> int:
@@ -153,6 +159,12 @@ def open_resumption(
     origin = read_origin(directory.path)
     search_path = (os.getcwd(), *origin.search_path)
     body = deepcopy(dict(origin.sections))
+    for key in find_lost(body):
+        again = f"Pass it again in Python: train(resume={str(run)!r}, reward=...)"
+        raise ConfigError(
+            f"--resume {run}: {key} was a function of the program that started the run, and could not be pickled. "
+            f"{again if key == 'reward.function' else 'Start another run'}"
+        )
     try:
         before = parse_config(body, search_path=search_path, command=command)
     except ConfigError as error:

@@ -102,8 +102,6 @@ def _resume(command: str, run: Path, overrides: tuple[str, ...], allowed: tuple[
 
     with exit_codes():
         found = open_resumption(run, read_overrides(overrides), allowed, command=command)
-    for line in found.notes:
-        click.echo(f"warning: {line}. It is not used", err=True)
     if found.is_finished:
         done = f"{found.iteration} iterations"
         click.echo(f"{found.directory.path}: the run has finished its {done}. For more use --set run.iterations=N")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -43,20 +43,34 @@ def begin_run(
     *,
     search_path: Sequence[str],
     resume: Resumption | None,
-) -> Inputs:
+) -> tuple[Inputs, Callable[[], None]]:
     """Replaces an earlier run's files by this run's first ones; of the inputs, a fresh model moves there.
 
-    A run that goes on keeps what it wrote until its last commit. Its origin comes last: a run that has one can go on.
+    A run that goes on keeps what it wrote until its last commit.
+
+    Returns:
+        The inputs, and what writes down the configuration unless it is written. A run that goes on from a commit calls
+        it when its roles have loaded the states: if these are of another model, the run can still go on as it was.
     """
     origin, text = describe_origin(config, directory.path, search_path), format_toml(config)
+    is_recorded = False
+
+    def record() -> None:
+        nonlocal is_recorded
+        if is_recorded:
+            return
+        is_recorded = True
+        directory.write_text("config.toml", text)
+        directory.write_text("plan.json", plan.to_json())
+        write_origin(directory, origin)  # comes last: a run that has one can go on
+
     directory.begin()
     if resume is not None:
         resume.begin()
-    directory.write_text("config.toml", text)
-    directory.write_text("plan.json", plan.to_json())
-    write_origin(directory, origin)
+    if resume is None or not resume.has_state:
+        record()
     if inputs.model.tokenizer_path == str(fresh):
         with directory.replacing("initial_model") as folder:
             shutil.move(fresh, folder)
         inputs = inputs.moved(str(fresh), str(directory.path / "initial_model"))
-    return keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS))
+    return keep_merged_models(directory, inputs, fresh.with_name(MERGED_MODELS)), record

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.commit import WARM_START, find_commits
+from hf_algorithms.held_functions import find_held
 from hf_algorithms.run.directory import RunDirectoryError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class RunSummary:
         self._note = note
         self._traced = _describe_for_planners(facts["workload"], plan, shapes)
         self._is_interrupted = False
+        self._has_held = bool(find_held(attempt.config.model_dump()))
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
         versions = {name: version(name) for name in _PACKAGES}
         self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions}
@@ -88,11 +90,13 @@ class RunSummary:
         else:
             self._body["status"] = "failed" if isinstance(error, Exception) else "interrupted"
             self._body["error"] = _describe(error) if isinstance(error, Exception) else None
-        if self._body["status"] != "finished":
+        if self._body["status"] != "finished" and self._directory.exists:
             where, iteration = self._describe_start(), self._body["iterations"] + 1
             restart = None if error is None else self._restarts.decide(error, iteration, where)
             run = shlex.quote(str(self._directory.path))
             line = f"hybridflow {self._command} --resume {run}"
+            if self._has_held:
+                line = f"train(resume={str(self._directory.path)!r}, reward=...) with the same function"
             again = f"nothing is committed: {line} would start again"
             self._note(restart or (again if where == _FROM_BEGINNING else f"{line} {where}"))
         self._finish_trace()

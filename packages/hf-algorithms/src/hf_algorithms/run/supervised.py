@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,9 +142,11 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
         ):
             for line in (*inputs.describe_data(), *inputs.describe_store(config, plan, is_here=True)):
                 display.note(line)
+            for line in resume.notes if resume is not None else ():
+                display.note(f"warning: {line}. It is not used")
             display.phase("starting workers")
             executor = stack.enter_context(build_executor(config, plan))
-            inputs = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
+            inputs, record = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = _describe_run(config, inputs)
             command = config.recipe.name.replace("_", "-")
@@ -163,7 +165,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             evaluations = stack.enter_context(closing(RunEvaluations(config, inputs, executor, roles, search_path)))
             restarts = attempt.restarts
             run = _SupervisedRun(config, directory, inputs, executor, roles, evaluations, display, summary, restarts)
-            run.execute(resume)
+            run.execute(resume, record)
         leave_report(directory.path, display.note)
     return summary.body
 
@@ -341,8 +343,13 @@ class _SupervisedRun:
         self._restarts = restarts
         self._stop = restarts.stop
 
-    def execute(self, resume: Resumption | None) -> None:
-        """Runs all phases in order; if one fails, the results so far are on disk."""
+    def execute(self, resume: Resumption | None, record: Callable[[], None]) -> None:
+        """Runs all phases in order; if one fails, the results so far are on disk.
+
+        Args:
+            resume: a run that goes on.
+            record: writes down its configuration, once the states have been loaded.
+        """
         with closing(self._checkpoints):
             if resume is None or resume.program is None:
                 self._display.phase("evaluating the starting point")
@@ -355,6 +362,7 @@ class _SupervisedRun:
                 self._summary.restore(resume.program)
                 self._checkpoints.restore(resume.program)
                 resume.load(self._roles)
+                record()
             self._restarts.drop_skipped(
                 self._ledger,
                 self._inputs.order,
@@ -365,12 +373,15 @@ class _SupervisedRun:
             )
             self._display.phase(self._config.algorithm.name)
             self._summary.note_start(self._display.phases)
-            is_stopped = self._stop.iterate(self._iterate, self._summary["iterations"] + 1, self._config.run.iterations)
+            first, last = self._summary["iterations"] + 1, self._config.run.iterations
+            is_stopped = self._stop.iterate(self._iterate, first, last)
             self._checkpoints.finish()
             if is_stopped:
                 self._summary.interrupt()
                 return
             self._display.phase("evaluating the result")
+            if first > last:  # it resumed with nothing left to do: `model/` may be of any iteration
+                self._commit_model(last)
             self._summarise("after")
 
     def _iterate(self, iteration: int) -> None:
