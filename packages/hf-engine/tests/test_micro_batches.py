@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from hf_engine.models.rope import RopeLimits
 from hf_engine.training import micro_batches
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.micro_batches import MicroBatch, PackedMicroBatch, SequenceBatch, plan_micro_batches
@@ -36,6 +37,15 @@ def test_every_row_is_in_one_micro_batch_within_the_budget(rows, max_tokens, pai
 
 def test_similar_lengths_go_together():
     assert plan_micro_batches([2, 9, 2, 9], [1, 1, 1, 1], 20) == [[1, 3], [0, 2]]
+
+
+@given(lengths, st.integers(40, 120), st.sets(st.integers(1, 40), min_size=1, max_size=3))
+def test_rows_of_other_frequencies_are_kept_apart(rows, max_tokens, splits):
+    limits = RopeLimits(splits=tuple(sorted(splits)))
+    prompts, responses = [p for p, _ in rows], [r for _, r in rows]
+    batches = plan_micro_batches(prompts, responses, max_tokens, rope_limits=limits)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(rows)))
+    assert all(len({sum(sum(rows[row]) > split for split in splits) for row in batch}) == 1 for batch in batches)
 
 
 def test_a_row_above_the_budget_is_named():

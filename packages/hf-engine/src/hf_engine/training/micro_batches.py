@@ -12,6 +12,7 @@ from zlib import crc32
 import torch
 
 from hf_engine.backends.jagged import Places, Ragged, read_candidates, read_ids, require_columns, to_jagged
+from hf_engine.models.rope import NO_ROPE_LIMITS, RopeLimits
 from hf_engine.resharding.digest import compute_digest
 from hf_engine.training.shared_prompts import PackedRow, PackedRowPlanner, PromptSharing
 from hf_protocols.errors import BatchError
@@ -148,6 +149,8 @@ class SequenceBatch:
     """Costs by which rows are packed; None: every row is padded, and computed whole."""
     pair_memory: float = 0.0
     """Memory of two tokens of a padded row, as a share of a token's; see `plan_micro_batches`."""
+    rope_limits = NO_ROPE_LIMITS
+    """Lengths at which the model's frequencies change: each row has those that it has alone."""
 
     def __init__(self, batch: TensorDict, vocab_size: int | None = None, *, candidates: bool = False) -> None:
         require_columns(batch, ("prompt_ids", "response_ids"))
@@ -168,10 +171,11 @@ class SequenceBatch:
             enough_tokens: bound on a micro-batch with two rows or more; see `find_enough_tokens`.
 
         Raises:
-            BatchError: for an empty prompt, or a row above the token budget.
+            BatchError: for an empty prompt, or a row above the token budget or the longest of `rope_limits`.
         """
         if empty := (self._prompts.lengths == 0).nonzero().flatten().tolist():
             raise BatchError(f"the prompts of rows {empty} are empty; a first token has nothing to be predicted from")
+        self.rope_limits.check_rows((self._prompts.lengths + self._responses.lengths).tolist())
         found = self._cut(max_tokens, enough_tokens)
         candidates = self._candidates
         if candidates is None:
@@ -181,7 +185,8 @@ class SequenceBatch:
 
     def _cut(self, max_tokens: int, enough_tokens: int | None) -> list[MicroBatch]:
         """The micro-batches without candidates, or those of an earlier batch with the same tokens."""
-        tokens, settings = self.list_tokens(), (max_tokens, enough_tokens, self.pair_memory, self.sharing)
+        tokens = self.list_tokens()
+        settings = (max_tokens, enough_tokens, self.pair_memory, self.rope_limits, self.sharing)
         for cut in tuple(_CUTS):
             if cut.settings == settings and all(map(_is_same, tokens, cut.tokens)):
                 return list(cut.micro_batches)
@@ -192,6 +197,7 @@ class SequenceBatch:
             max_tokens,
             enough_tokens,
             self.pair_memory,
+            self.rope_limits,
             self.sharing,
         )
         with torch.inference_mode(False):  # a pass with gradients, which keeps token ids, may be next
@@ -423,6 +429,7 @@ def _plan(
     max_tokens: int,
     enough_tokens: int | None,
     pair_memory: float,
+    rope_limits: RopeLimits,
     sharing: PromptSharing | None,
 ) -> _RowPlan:
     """Plans the micro-batches of a batch.
@@ -434,13 +441,20 @@ def _plan(
         max_tokens: of a micro-batch.
         enough_tokens: see `find_enough_tokens`.
         pair_memory: see `plan_micro_batches`.
+        rope_limits: see `plan_micro_batches`.
         sharing: costs by which rows are packed; None: all are padded.
 
     Raises:
         BatchError: as `plan_micro_batches` does.
     """
     plan = partial(
-        plan_micro_batches, prompts, responses, max_tokens, enough_tokens=enough_tokens, pair_memory=pair_memory
+        plan_micro_batches,
+        prompts,
+        responses,
+        max_tokens,
+        enough_tokens=enough_tokens,
+        pair_memory=pair_memory,
+        rope_limits=rope_limits,
     )
     if sharing is None:
         return _RowPlan([], plan())
@@ -464,6 +478,7 @@ def plan_micro_batches(
     rows: Sequence[int] | None = None,
     enough_tokens: int | None = None,
     pair_memory: float = 0.0,
+    rope_limits: RopeLimits = NO_ROPE_LIMITS,
 ) -> list[list[int]]:
     """Cuts rows into micro-batches of at most `max_tokens` tokens, padding included.
 
@@ -480,6 +495,7 @@ def plan_micro_batches(
         rows: which to cut; None: all.
         enough_tokens: bound on the tokens of a micro-batch with two rows or more, without scores; None: none.
         pair_memory: of attention's scores of two tokens, as a share of a token's.
+        rope_limits: rows of different ranges are in different micro-batches.
 
     Raises:
         BatchError: for a row that is longer than the budget by itself.
@@ -490,7 +506,7 @@ def plan_micro_batches(
     )
     enough = max_tokens if enough_tokens is None else enough_tokens
     batches: list[list[int]] = []
-    longest_prompt = longest_response = 0
+    longest_prompt = longest_response = last_range = 0
     for row in order:
         prompt, response = lengths[row]
         if prompt + response > max_tokens:
@@ -499,11 +515,12 @@ def plan_micro_batches(
                 f"micro_batch_tokens={max_tokens}. Raise micro_batch_tokens or shorten the row"
             )
         wider = max(longest_prompt, prompt) + max(longest_response, response)
-        count = 1 + len(batches[-1]) if batches else 0
+        row_range = rope_limits.range_of(prompt + response)
+        count = 1 + len(batches[-1]) if batches and row_range == last_range else 0
         if count and count * wider <= enough and count * (wider + pair_memory * wider**2) <= max_tokens:
             batches[-1].append(row)
             longest_prompt, longest_response = max(longest_prompt, prompt), max(longest_response, response)
         else:
             batches.append([row])
-            longest_prompt, longest_response = prompt, response
+            longest_prompt, longest_response, last_range = prompt, response, row_range
     return batches

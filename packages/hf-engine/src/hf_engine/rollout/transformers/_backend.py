@@ -27,6 +27,7 @@ from hf_engine.model_directory import ModelDirectory, errors_of
 from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, move_to, refuse_lacking
 from hf_engine.models.conversions import find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.lora import add_adapters, named_parameters
+from hf_engine.models.rope import find_rope_limits
 from hf_engine.models.stacked_experts import layout_in_files, stack_of, tensors_in_files
 from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
@@ -79,6 +80,7 @@ class TransformersBackend:
         self._buffers = {name: view for views in self._views.values() for name, view in views.items()}
         self._parameter_of = {name: whole for whole, views in self._views.items() for name in views}
         self._positions = compute_positions(model.config.get_text_config().to_dict())
+        self._rope_limits = find_rope_limits(model.config.get_text_config())
         self._weight_version = 0
         self._has_weights = True
 
@@ -260,6 +262,7 @@ class TransformersBackend:
             )
         limits = {"vocab_size": vocab_size, "positions": self._positions}
         prompts = read_prompts(batch, sampling, **limits, ends=self._stop_token_ids)
+        self._rope_limits.check_prompts(prompts.lengths.tolist(), sampling.max_new_tokens)
         strings = load_stop_strings(self._model.name_or_path, sampling)
         turns = list(self._turns(prompts, sampling))
         uniforms = draw_uniforms(batch["row_id"], sampling)
@@ -288,7 +291,7 @@ class TransformersBackend:
         """Rows that are decoded together: similar prompt lengths, keys and values within `cache_bytes`.
 
         Where a prefill writes the scores of attention, one layer after the other, they count, too. A row by itself may
-        have more of them.
+        have more of them. Rows whose rotary embeddings have other frequencies are decoded apart.
         """
         order = prompts.lengths.argsort(stable=True, descending=True)
         start = 0
@@ -303,6 +306,8 @@ class TransformersBackend:
                     "max_new_tokens"
                 )
             stop = start + max(1, self._cache_bytes // (row_bytes + prompt**2 * _score_bytes(self._model)))
+            ranges = [self._rope_limits.range_of(length) for length in prompts.lengths[order[start:stop]].tolist()]
+            stop = start + ranges.count(ranges[0])  # of the longest prompts, which are first
             yield order[start:stop]
             start = stop
 

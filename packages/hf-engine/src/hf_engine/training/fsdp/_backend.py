@@ -31,6 +31,7 @@ from hf_engine.models.causal_lm import find_head_name, save_causal_lm
 from hf_engine.models.classifier import build_by_architecture
 from hf_engine.models.conversions import find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.lora import check_model_adapters, named_parameters
+from hf_engine.models.rope import find_rope_limits
 from hf_engine.models.stacked_experts import layout_in_files, tensors_in_files
 from hf_engine.process_groups import build_groups, local_device, sum_over_group
 from hf_engine.resharding.boxes import Box
@@ -91,6 +92,7 @@ class FsdpBackend(TrainSteps):
         self._head_name = find_head_name(model)
         self._device, self._model, self._file_names = local_device(), model, read_file_names(model)
         self._shared_prompts = SharedPrompts(model, config, head=head)
+        self._rope_limits = find_rope_limits(model.config.get_text_config())
         self._group, self._ranks = build_groups(topology, "dp"), topology.group_of("dp", dist.get_rank())
         super().__init__(self._group, config)
         self._facts = StateFacts(topology, config, head=head, head_name=self._head_name, seed=seed)
@@ -421,6 +423,7 @@ class FsdpBackend(TrainSteps):
             vocab_size = self._model.get_input_embeddings().weight.shape[0]
             request.check(vocab_size)
             sequences = read_sequences(self._head, batch, vocab_size, candidates=request.candidates)
+            sequences.rope_limits = self._rope_limits
             return self._shared_prompts.prepare(sequences)
 
         # With `shard="layer"` every micro-batch gathers every layer.

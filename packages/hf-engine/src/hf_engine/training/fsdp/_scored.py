@@ -51,7 +51,7 @@ class ScoredBatch(SequenceBatch):
             enough_tokens: bound on a micro-batch with two rows or more; see `find_enough_tokens`.
 
         Raises:
-            BatchError: for a row without tokens, or above the token budget.
+            BatchError: for a row without tokens, above the token budget, or whose sides have different frequencies.
         """
         num_sides = len(self._sides)
         longest = torch.stack([side.lengths for side in self._sides]).max(0).values.tolist()
@@ -64,10 +64,17 @@ class ScoredBatch(SequenceBatch):
                 )
         if any(int(side.lengths.min()) == 0 for side in self._sides if len(side.lengths)):
             raise BatchError("a row of the batch has no tokens: nothing can be scored. Give each row a prompt")
+        self.rope_limits.check_rows(longest)
+        self._check_ranges()
         prompts = [0] * len(longest)
         enough = None if enough_tokens is None else enough_tokens // num_sides
         plan = plan_micro_batches(
-            prompts, longest, max_tokens // num_sides, enough_tokens=enough, pair_memory=self.pair_memory
+            prompts,
+            longest,
+            max_tokens // num_sides,
+            enough_tokens=enough,
+            pair_memory=self.pair_memory,
+            rope_limits=self.rope_limits,
         )
         most = max(1, self._most_sequences // num_sides)
         cut = [rows[start : start + most] for rows in plan for start in range(0, len(rows), most)]
@@ -95,6 +102,17 @@ class ScoredBatch(SequenceBatch):
             if len(micro_batch.rows):
                 column[micro_batch.rows] = result.to("cpu", dtype)
         return column
+
+    def _check_ranges(self) -> None:
+        """Refuses a row whose sides are in different ranges: both are in one forward pass."""
+        for row, sides in enumerate(zip(*(side.lengths.tolist() for side in self._sides), strict=True)):
+            if len({self.rope_limits.range_of(tokens) for tokens in sides}) > 1:
+                split = self.rope_limits.splits[self.rope_limits.range_of(min(sides))]
+                raise BatchError(
+                    f"row {row} has sequences of {sides[0]} and {sides[1]} tokens, across "
+                    f"original_max_position_embeddings={split}: with rope_type='longrope' they have different "
+                    "frequencies, but one forward pass scores both. Shorten the longer one, or leave the row out"
+                )
 
     def _pad_sides(self, rows: torch.Tensor) -> MicroBatch:
         width = max(2, max(int(side.lengths[rows].max()) for side in self._sides))

@@ -6,6 +6,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from hf_engine.models.attention import is_capped
+from hf_engine.models.rope import find_rope_limits
 from hf_engine.training.shared_prompts import MASK_BYTES, PromptSharing
 from hf_protocols.validation import show
 
@@ -43,8 +44,8 @@ def find_obstacle(model: Any, config: TrainConfig) -> str | None:
         return f"packed rows are not tested with model_type={show(family)}"
     if getattr(settings, "attn_temperature_tuning", False):
         return f"a {type(model).__name__} with attn_temperature_tuning scales attention by the columns of a row"
-    if varying := sorted(_rope_types(settings.to_dict()) & {"dynamic", "longrope"}):
-        return f"positions of rope_type={show(varying[0])} depend on the longest row of a micro-batch"
+    if (varying := find_rope_limits(settings).rope_type) is not None:
+        return f"positions of rope_type={show(varying)} depend on the longest row of a micro-batch"
     if config.lora is not None and config.lora.dropout:
         return f"model.lora.dropout={config.lora.dropout} drops inputs of each row by itself"
     return None
@@ -122,11 +123,3 @@ class SharedPrompts:
             warnings.warn(notice, stacklevel=2)
         sequences.sharing, sequences.pair_memory = self._costs, self._scores
         return sequences
-
-
-def _rope_types(settings: object) -> set[str]:
-    """Every `rope_type` of a configuration, which may have one for each type of layer."""
-    if not isinstance(settings, dict):
-        return set()
-    own = {value for key, value in settings.items() if key in ("rope_type", "type") and isinstance(value, str)}
-    return own.union(*(_rope_types(value) for value in settings.values()))
