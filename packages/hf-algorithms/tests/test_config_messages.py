@@ -105,6 +105,13 @@ def test_a_key_of_no_project_has_its_usual_hint(key: str, says: str) -> None:
 
 
 def test_what_a_command_lacks_is_not_suggested() -> None:
+    rows = {**MINIMAL, "training": {"per_device_train_batch_size": 4}}
+    with pytest.raises(ConfigError, match=r"a key of TRL\. Set 'training\.micro_batch_tokens' "):
+        parse_config(rows)
+    with pytest.raises(
+        ConfigError, match=r"Set 'algorithm\.batch_size' or 'training\.micro_batch_tokens' \(of 'sft', "
+    ):
+        parse_config(rows, command="sft")
     body = {**MINIMAL, "algorithm": {"epsilon": 0.2}}
     with pytest.raises(ConfigError, match=r"'algorithm\.epsilon': a key of TRL\. Set 'algorithm\.clip_low'$"):
         parse_config(body)
@@ -122,7 +129,7 @@ def test_every_key_that_stands_for_another_exists() -> None:
 
 def test_no_key_of_another_project_is_listed_twice() -> None:
     for keys in FOREIGN_KEYS.values():
-        names = [each.name for each in keys]
+        names = [(each.name, each.ours) for each in keys]
         assert len(set(names)) == len(names) > 40
 
 

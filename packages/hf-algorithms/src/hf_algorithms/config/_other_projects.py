@@ -25,7 +25,8 @@ class ForeignKey(NamedTuple):
 
 
 _UPDATES_OF_TRL = "number of updates: `steps_per_generation` divided by `gradient_accumulation_steps`"
-_PASS = "rows of a pass there, tokens here; it decides on memory, not on results"
+_PASS = "rows of a pass there, tokens here: it bounds memory, and updates are the same"
+_SUPERVISED = "`sft`, `dpo` and `reward-model`"
 
 FOREIGN_KEYS: Mapping[str, Sequence[ForeignKey]] = {
     "TRL": (
@@ -40,6 +41,7 @@ FOREIGN_KEYS: Mapping[str, Sequence[ForeignKey]] = {
         ForeignKey("num_iterations", "algorithm.epochs"),
         ForeignKey("steps_per_generation", "algorithm.mini_batches", _UPDATES_OF_TRL),
         ForeignKey("gradient_accumulation_steps", "algorithm.mini_batches", _UPDATES_OF_TRL),
+        ForeignKey("per_device_train_batch_size", "algorithm.batch_size", f"of {_SUPERVISED}: rows of an update"),
         ForeignKey("per_device_train_batch_size", "training.micro_batch_tokens", _PASS),
         ForeignKey("learning_rate", "optimizer.actor_learning_rate"),
         ForeignKey("lr_scheduler_type", "training.learning_rate_schedule", "`linear` by default there"),
@@ -70,6 +72,10 @@ FOREIGN_KEYS: Mapping[str, Sequence[ForeignKey]] = {
         ForeignKey("save_steps", "run.checkpoint_every"),
         ForeignKey("save_total_limit", "run.keep"),
         ForeignKey("eval_steps", "run.eval_every"),
+        ForeignKey("max_length", "data.too_long", "the longest row is what the model's context holds"),
+        ForeignKey("packing", "training.shared_prompts", "rows share a pass without padding by default"),
+        ForeignKey("completion_only_loss", "data.answer_field", "answers alone are trained"),
+        ForeignKey("assistant_only_loss", "data.answer_field", "the assistant's messages alone are trained"),
         ForeignKey("lora.r", "model.lora.rank"),
         ForeignKey("lora_alpha", "model.lora.alpha"),
         ForeignKey("lora_dropout", "model.lora.dropout"),
