@@ -44,6 +44,20 @@ def test_what_is_asked_for_wrongly_changes_nothing(run: Path, hybridflow: Callab
     (run / "plan.json").write_bytes(b"\xff")
     outcome = hybridflow("train", "--resume", run, "--set", "run.iterations=4")
     assert outcome.exit_code == 2 and f"{run / 'plan.json'}: is not text in UTF-8. Restore it" in outcome.errors
+    (run / "plan.json").write_text("{}")
+    outcome = hybridflow("train", "--resume", run, "--set", "run.iterations=4")
+    assert outcome.exit_code == 2 and "Regenerate" not in outcome.errors and "Restore it, or start" in outcome.errors
+    (run / "plan.json").unlink()
+    outcome = hybridflow("train", "--resume", run, "--set", "run.iterations=4")
+    assert "plan.json: cannot be read: No such file or directory. Restore it, or start" in outcome.errors
+
+
+def test_a_file_that_became_a_directory_is_named(run: Path, hybridflow: Callable[..., Outcome]) -> None:
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    outcome = hybridflow("train", "--resume", run, "--set", "run.iterations=4")
+    assert outcome.exit_code == 2
+    assert f"{run / 'metrics.jsonl'}: is a directory, and was a file at the commit of iteration 3" in outcome.errors
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", LEDGER])

@@ -36,6 +36,7 @@ FREE_KEYS = (
     "cluster.object_store_bytes",
 )
 """Keys that may change without `--allow-changed`."""
+_RESTORE = "Restore it, or start another run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +207,10 @@ def _find_start(config: Config, directory: RunDirectory, search_path: Sequence[s
     def check_files(commit: Commit) -> None:
         for name, size in read_program(commit.folder).sizes.items():
             path = directory.path / name
+            if path.is_dir():
+                raise CheckpointError(
+                    f"{path}: is a directory, and was a file at the commit of iteration {commit.iteration}"
+                )
             found = path.stat().st_size if path.exists() else 0
             if found < size:
                 when = f"the commit of iteration {commit.iteration}"
@@ -275,8 +280,9 @@ def _read_plan(path: Path) -> MappingPlan:
     try:
         return MappingPlan.from_json(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}. {_RESTORE}") from None
     except UnicodeDecodeError:
-        raise CheckpointError(f"{path}: is not text in UTF-8. Restore it, or start another run") from None
+        raise CheckpointError(f"{path}: is not text in UTF-8. {_RESTORE}") from None
     except (PlanError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}") from None
+        reason = str(error).removesuffix(". Regenerate the plan")
+        raise CheckpointError(f"{path}: {reason}. {_RESTORE}") from None
