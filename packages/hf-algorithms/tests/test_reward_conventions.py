@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hf_algorithms.rewards import CONVENTIONS, FunctionSpec, Samples, ScoringFunctions, bind_function
+from hf_protocols import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs" / "reference" / "reward-conventions.md"
 
@@ -29,6 +30,16 @@ def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: dic
     return {"score": float(solution_str == ground_truth) + extra_info["bonus"], "length": len(solution_str)}
 
 
+def verl_batch(
+    data_sources: list[str], solution_strs: list[str], ground_truths: list[str], extra_infos: list[dict[str, Any]]
+) -> list[dict[str, float]]:
+    rewards = [
+        float(text == truth) + info["bonus"]
+        for text, truth, info in zip(solution_strs, ground_truths, extra_infos, strict=True)
+    ]
+    return [{"score": each, "length": len(text)} for each, text in zip(rewards, solution_strs, strict=True)]
+
+
 def openrlhf(queries: list[str], prompts: list[str], labels: list[str], bonus: list[float]) -> dict[str, Any]:
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     rewards = [float(text == label) + more for text, label, more in zip(responses, labels, bonus, strict=True)]
@@ -42,7 +53,7 @@ async def verifiers(prompt: Any, completion: Any, answer: str, state: dict[str, 
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (hybridflow, trl, verl, openrlhf, verifiers)
+    each.__name__: each for each in (hybridflow, trl, verl, verl_batch, openrlhf, verifiers)
 }
 CHAT = [{"role": "user", "content": "1+1"}]
 
@@ -65,7 +76,7 @@ def test_one_reward_scores_alike_in_every_convention(functions: ScoringFunctions
     )
     found = dict(zip(FUNCTIONS, functions.score(batch), strict=True))
     assert {name: each.scores for name, each in found.items()} == {name: [1.0, 0.25, 1.5] for name in FUNCTIONS}
-    assert found["verl"].metrics == {"length": [1.0] * 3}
+    assert found["verl"].metrics == found["verl_batch"].metrics == {"length": [1.0] * 3}
     assert found["openrlhf"].metrics == {"scores": [1.0, 0.25, 1.5], "length": [1.0] * 3}
 
 
@@ -105,6 +116,53 @@ def test_a_function_gets_what_it_names() -> None:
     assert arguments(lambda source, text, truth, more: 0, one, "verl")[0] == ("gsm", "r", [1, 2], {})
 
 
+BATCHED = Samples(
+    prompts=["p", "p"],
+    responses=["r", "s"],
+    answers=["a", "a"],
+    columns=[{"data_source": "gsm", "reward_model": {"ground_truth": [1]}, "extra_info": {"n": 1}}, {}],
+    groups=[0, 0],
+)
+
+
+@pytest.mark.parametrize("style", ["auto", "verl", "verl_batch"])
+def test_verl_forms_are_shown_by_their_parameters(style: Any) -> None:
+    named = arguments(lambda data_sources, solution_strs, ground_truths, extra_infos=None: 0, BATCHED, style)[1]
+    assert named == {
+        "data_sources": ["gsm", None],
+        "solution_strs": ["r", "s"],
+        "ground_truths": [[1], "a"],
+        "extra_infos": [{"n": 1}, {}],
+    }
+    one = bind_function("f", lambda data_source, solution_str, ground_truth, extra_info=None: 0, style)
+    assert (one.style, BATCHED.split_calls(one)) == ("verl", [[0], [1]])
+    several = bind_function("f", lambda data_sources, solution_strs, ground_truths, **kwargs: 0, style)
+    assert (several.style, BATCHED.split_calls(several)) == ("verl_batch", [[0, 1]])
+
+
+@pytest.mark.parametrize(
+    ("function", "named", "written"),
+    [
+        (lambda data_sources, texts, ground_truths: 0, "data_sources, ground_truths", "data_sources, solution_strs"),
+        (lambda data_sources, ground_truths, **kwargs: 0, "data_sources, ground_truths", "data_sources, solution_strs"),
+        (lambda prompt, response, answer: 0, "prompt, response, answer", "prompts, responses, answers"),
+        (lambda query, text, label: 0, "query", "queries, prompts, labels"),
+        (lambda texts, outputs, truths, extra_infos=None: 0, "extra_infos", "data_sources, solution_strs"),
+        (lambda solution, text, question: 0, "solution", ""),
+    ],
+)
+def test_names_near_a_convention_are_not_filled_by_position(function: Any, named: str, written: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^f has the parameters? {named}, .*\. Write it as def f\({written}"):
+        bind_function("f", function)
+
+
+def test_positional_names_at_their_own_place_are_filled() -> None:
+    def only_by_position(prompts: Any, responses: Any, answers: Any, /) -> None: ...
+
+    assert arguments(only_by_position, BATCHED)[0] == (["p", "p"], ["r", "s"], ["a", "a"])
+    assert arguments(lambda questions, texts, solution: 0, BATCHED)[0][2] == ["a", "a"]
+
+
 def write_page() -> str:
     """Returns the page: what each convention offers, and the functions of this file."""
     rows = []
@@ -134,14 +192,19 @@ REST = """
   default. `**columns` gets everything that is offered, and every column.
 - `answer`, `solution`, `ground_truth`, `label`, `target`, `reference` and their plurals are the answers where the data
   has no such column.
-- Parameters with none of the names are filled by position, in the table's order.
+- Parameters with none of the names are filled by position, in the table's order. A name of another convention, or a
+  plural or singular of a name, is an error there: its value would be another one.
+- verl calls a function in one of two forms: for one response, or for a batch, as its `BatchRewardManager` does. Both
+  `style = "verl"` and `"verl_batch"` accept both, and the parameters show the form. verl's batch is all responses of a
+  step; here a call has the responses to one prompt.
 - `truncated` is True for a response that was cut by its length: its text does not show a missing end.
 - For chats `prompts`, `completions`, `prompt` and `completion` are lists of messages in TRL's and verifiers'
   conventions. Texts are decoded without special tokens. `queries` are prompt and response in one text.
 - A text of a chat is rendered by the actor's template. What has a template of its own reads `messages`.
 - `trainer_state` has `global_step`, `max_steps` (updates of the policy), `epoch`, `iteration` (iterations that are
   done), `is_local_process_zero` and `is_world_process_zero`. Any other attribute is an error.
-- `ground_truth` of verl is `reward_model.ground_truth` as the data has it, where it has that column.
+- `ground_truth` and `ground_truths` of verl are `reward_model.ground_truth` as the data has it, where it has that
+  column.
 
 ## Results
 
@@ -175,7 +238,7 @@ response without a score has no part in its group, and its advantage is 0.
 
 ## One reward in every convention
 
-The five give equal scores, which the test checks on texts and on chats.
+The six give equal scores, which the test checks on texts and on chats.
 
 """
 

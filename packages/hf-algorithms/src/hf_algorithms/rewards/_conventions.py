@@ -14,7 +14,7 @@ from hf_protocols.validation import show
 __all__ = ["ANSWER_NAMES", "CONVENTIONS", "Binding", "Convention", "Style", "bind_function"]
 
 _STYLE_KEY = "style of [[reward.functions]]"
-Style = Literal["auto", "hybridflow", "trl", "verl", "openrlhf", "verifiers"]
+Style = Literal["auto", "hybridflow", "trl", "verl", "verl_batch", "openrlhf", "verifiers"]
 
 ANSWER_NAMES = frozenset(
     {"answer", "answers", "solution", "solutions", "ground_truth", "ground_truths"}
@@ -64,6 +64,12 @@ CONVENTIONS: Mapping[str, Convention] = {
         offers=("response_ids", "truncated"),
         per_sample=True,
     ),
+    "verl_batch": Convention(
+        named_by="solution_strs",
+        positional=("data_sources", "solution_strs", "ground_truths", "extra_infos"),
+        offers=("response_ids", "truncated"),
+        per_sample=False,
+    ),
     "openrlhf": Convention(
         named_by="queries",
         positional=("queries", "prompts", "labels"),
@@ -78,6 +84,9 @@ CONVENTIONS: Mapping[str, Convention] = {
     ),
 }
 """By name, as `style` gives it."""
+
+_OTHER_FORM = {"verl": "verl_batch", "verl_batch": "verl"}
+"""verl calls a function for one response or for a batch; the function's parameters show the form."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +132,8 @@ def bind_function(
         style_key: the user's name of the style in messages; None: the function has no such key.
 
     Raises:
-        ConfigError: for parameters of two conventions, or of none.
+        ConfigError: for parameters of two conventions, or of none; for names near those of a convention, which are not
+            filled by position.
     """
     try:
         signature = _signature(function)
@@ -133,12 +143,14 @@ def bind_function(
     given = [each.name for each in parameters if each.kind in _NAMED]
     if style == "auto":
         style = _detect(what, signature, given, style_key)
+    style = _choose_form(style, given)
     convention = CONVENTIONS[style]
     needed = frozenset(each.name for each in parameters if each.kind in _NAMED and each.default is each.empty)
     takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     only_by_position = any(each.kind is inspect.Parameter.POSITIONAL_ONLY for each in parameters)
     if not only_by_position and (convention.names.intersection(given) or (takes_all and not needed)):
         return Binding(style, tuple(given), needed, takes_all)
+    _refuse_near_names(what, signature, style)
     try:
         signature.bind(*convention.positional)
     except TypeError as error:
@@ -150,6 +162,7 @@ def bind_function(
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _signature(function: Any) -> inspect.Signature:
@@ -168,3 +181,39 @@ def _detect(what: str, signature: inspect.Signature, given: Sequence[str], style
         raise ConfigError(f"{what} has parameters with names of two conventions, {shown}: {signature}. {remedy}")
     style: Style = found[0] if found else "hybridflow"
     return style
+
+
+def _choose_form(style: Style, given: Sequence[str]) -> Style:
+    other: Any = _OTHER_FORM.get(style)
+    is_other = other and CONVENTIONS[other].named_by in given and CONVENTIONS[style].named_by not in given
+    return other if is_other else style
+
+
+def _refuse_near_names(what: str, signature: inspect.Signature, style: str) -> None:
+    """Refuses to fill by position what has a convention's name, or its plural or singular: the value would be another.
+
+    Allowed are a name at its own place, and any name of answers at the place of the answers.
+    """
+    places = (*CONVENTIONS[style].positional, *[""] * len(signature.parameters))
+    names = [each.name for each in signature.parameters.values() if each.kind in _BY_POSITION]
+    names += [each.name for each in signature.parameters.values() if each.kind is each.KEYWORD_ONLY]
+    known = {_singular(name) for each in CONVENTIONS.values() for name in (*each.names, *ANSWER_NAMES)}
+    near = [(name, place) for name, place in zip(names, places, strict=False) if _singular(name) in known]
+    if all(name == place or {name, place} <= ANSWER_NAMES for name, place in near):
+        return
+    shown = [name for name, _ in near]
+    best = max(CONVENTIONS.values(), key=lambda each: _count_near(shown, each.positional))
+    raise ConfigError(
+        f"{what} has the parameters {', '.join(shown)}, whose names are near those of a convention but not all of one: "
+        f"{signature}. Such parameters are not filled by position. Write it as def f({', '.join(best.positional)})"
+    )
+
+
+def _count_near(names: Sequence[str], positional: Sequence[str]) -> tuple[int, int]:
+    """Names that are near those of a convention, and those that are equal."""
+    singular = {_singular(name) for name in positional}
+    return sum(_singular(name) in singular for name in names), len({*names} & {*positional})
+
+
+def _singular(name: str) -> str:
+    return f"{name[:-3]}y" if name.endswith("ies") else name.removesuffix("s")

@@ -172,6 +172,12 @@ _OF_STYLE: Mapping[str, Mapping[str, _Build]] = {
         "ground_truth": lambda samples: samples._truths(),
         "extra_info": lambda samples: samples._column("extra_info", {}),
     },
+    "verl_batch": {
+        "data_sources": lambda samples: samples._column("data_source"),
+        "solution_strs": lambda samples: list(samples.responses),
+        "ground_truths": lambda samples: samples._truths(),
+        "extra_infos": lambda samples: samples._column("extra_info", {}),
+    },
     "openrlhf": {
         "queries": lambda samples: [one + two for one, two in zip(samples.prompts, samples.responses, strict=True)],
         "prompts": lambda samples: list(samples.prompts),
