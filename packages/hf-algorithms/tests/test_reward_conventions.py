@@ -163,6 +163,20 @@ def test_positional_names_at_their_own_place_are_filled() -> None:
     assert arguments(lambda questions, texts, solution: 0, BATCHED)[0][2] == ["a", "a"]
 
 
+def test_keywords_have_all_columns_next_to_positions() -> None:
+    """A column of the name of a parameter that is filled by position is not passed twice."""
+    batch = Samples(prompts=["p"], responses=["r"], answers=["a"], columns=[{"size": 1, "one": 2}])
+    found = arguments(lambda one, two, three, **columns: 0, batch)
+    assert found[0] == (["p"], ["r"], ["a"])
+    offered = {"messages": [None], "prompt_ids": [[]], "response_ids": [[]], "truncated": [False], "answer": ["a"]}
+    assert found[1] == offered | {"size": [1]}
+    found = arguments(lambda source, text, truth, more, size=0, **columns: 0, batch, "verl")
+    assert found[0] == (None, "r", "a", {})
+    assert found[1] == {"response_ids": [], "truncated": False, "answer": "a", "size": 1, "one": 2}
+    found = arguments(lambda first, second, **columns: 0, batch, "trl")
+    assert found[0] == (["p"], ["r"]) and found[1].keys() >= {"size", "log_metric", "log_extra", "trainer_state"}
+
+
 def write_page() -> str:
     """Returns the page: what each convention offers, and the functions of this file."""
     rows = []
@@ -189,7 +203,7 @@ A function's convention is read off the names of its parameters; `style` of `[[r
 REST = """
 
 - A parameter gets the value of its name: one that the convention offers, else the column of the data. All others need a
-  default. `**columns` gets everything that is offered, and every column.
+  default. `**columns` gets everything that is offered, and every column, except what other parameters got.
 - `answer`, `solution`, `ground_truth`, `label`, `target`, `reference` and their plurals are the answers where the data
   has no such column.
 - Parameters with none of the names are filled by position, in the table's order. A name of another convention, or a

@@ -98,12 +98,14 @@ class Binding:
         keywords: parameters that get a value by name; None: those of the convention, by position.
         needed: of the keywords, those without a default.
         takes_all: further names are passed as well.
+        filled: names of the parameters that are filled by position.
     """
 
     style: str
     keywords: tuple[str, ...] | None
     needed: frozenset[str] = frozenset()
     takes_all: bool = False
+    filled: frozenset[str] = frozenset()
 
     @property
     def convention(self) -> Convention:
@@ -152,13 +154,13 @@ def bind_function(
         return Binding(style, tuple(given), needed, takes_all)
     _refuse_near_names(what, signature, style)
     try:
-        signature.bind(*convention.positional)
+        bound = signature.bind(*convention.positional)
     except TypeError as error:
         raise ConfigError(
             f"{what} cannot be called: its arguments are {signature}, {error}. Write it as "
             f"def f({', '.join(convention.positional)}){f', or set {style_key}' if style_key else ''}"
         ) from None
-    return Binding(style, None)
+    return Binding(style, None, takes_all=takes_all, filled=frozenset(bound.arguments))
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
@@ -72,26 +72,31 @@ class Samples:
         Raises:
             KeyError: with a parameter that neither the convention nor the data has a value for.
         """
-        convention, columns = binding.convention, set(self.column_names)
-        names: Iterable[str] = convention.positional
-        if binding.keywords is not None:
-            known = convention.names | columns | {self.answer_name} | ANSWER_NAMES
-            # a column may be absent from all rows of one batch: None stands for it
-            names = [name for name in binding.keywords if name in known or name in binding.needed]
-            if not columns and (missing := [name for name in names if name not in known]):
-                raise KeyError(missing[0])
-            if binding.takes_all:
-                further = (*convention.positional, *convention.offers, *self.column_names, self.answer_name)
-                names = dict.fromkeys((*names, *further))
+        convention, names = binding.convention, self._choose_names(binding)
         of_trainer = [name for name in names if name in TRAINER_VALUES and name in convention.names]
         values = {name: self._list(binding.style, name) for name in names if name not in of_trainer}
+        by_position = convention.positional if binding.keywords is None else ()
         for rows in calls:
             if convention.per_sample:
                 found = {name: each[rows[0]] for name, each in values.items()}
             else:
                 found = {name: [each[row] for row in rows] for name, each in values.items()}
             found |= self._build_trainer_values(of_trainer)
-            yield (tuple(found.values()), {}) if binding.keywords is None else ((), found)
+            yield tuple(found.pop(name) for name in by_position), found
+
+    def _choose_names(self, binding: Binding) -> list[str]:
+        """Parameters of a call in order, and what further names it gets."""
+        convention, columns = binding.convention, set(self.column_names)
+        further = (*convention.positional, *convention.offers, *self.column_names, self.answer_name)
+        if binding.keywords is None:
+            rest = [name for name in further if name not in binding.filled] if binding.takes_all else []
+            return list(dict.fromkeys((*convention.positional, *rest)))
+        known = convention.names | columns | {self.answer_name} | ANSWER_NAMES
+        # a column may be absent from all rows of one batch: None stands for it
+        names = [name for name in binding.keywords if name in known or name in binding.needed]
+        if not columns and (missing := [name for name in names if name not in known]):
+            raise KeyError(missing[0])
+        return list(dict.fromkeys((*names, *further))) if binding.takes_all else names
 
     def describe(self, row: int) -> str:
         """Names a response in a message, with its texts."""
