@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_algorithms.losses import PolicyLoss, Tokens
-from hf_protocols import BatchError
+from hf_algorithms.losses import KLTerm, PolicyLoss, Tokens
+from hf_protocols import BatchError, ConfigError
 
 COLUMNS = {"response_mask": torch.ones(2, 3, dtype=torch.bool), "advantages": torch.ones(2, 3)}
 
@@ -51,3 +51,46 @@ def test_a_surrogate_without_clips_is_enough() -> None:
     total, metrics = loss({"logprobs": torch.full((2, 3), -0.5)}, COLUMNS)
     assert float(total) == pytest.approx(3.0)
     assert metrics["clip_low"] == (0.0, 6.0)
+
+
+@pytest.mark.parametrize("detach", [lambda tokens: tokens.logprobs.detach(), lambda tokens: torch.zeros(2, 3)])
+def test_a_surrogate_without_gradient_is_named(detach: Any) -> None:
+    """Also where a KL term would give the loss a gradient of its own."""
+    kl = KLTerm(coefficient=0.1, estimator="k3", gradient="value")
+    columns = COLUMNS | {"ref_logprobs": torch.zeros(2, 3)}
+    logprobs = torch.zeros(2, 3, requires_grad=True)
+    surrogate = Fixed(lambda tokens: (-tokens.advantages * detach(tokens), {}))
+    message = r"^surrogate Fixed: the loss has no gradient\. Compute it from tokens\.logprobs, without detach\(\)"
+    for loss in (
+        PolicyLoss(surrogate=surrogate, old="current"),
+        PolicyLoss(surrogate=surrogate, old="current", kl=kl),
+    ):
+        with pytest.raises(BatchError, match=message):
+            loss({"logprobs": logprobs}, columns)
+        with torch.no_grad():
+            assert float(loss({"logprobs": logprobs}, columns)[0]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reads", "message"),
+    [
+        (("old_logprob",), r"reads 'old_logprob', which .* they have advantages, .*\. Did you mean old_logprobs\?$"),
+        (
+            ("values",),
+            r"reads 'values', .* they have advantages, old_logprobs, rollout_logprobs\. Remove it from reads$",
+        ),
+        ("old_logprobs", r": its attribute reads is 'old_logprobs'\. Set it to a tuple of names among advantages, "),
+        (None, r": its attribute reads is None\. Set it to a tuple"),
+    ],
+)
+def test_columns_that_a_surrogate_is_not_given_are_refused(reads: Any, message: str) -> None:
+    surrogate = Fixed(None)
+    surrogate.reads = reads
+    with pytest.raises(ConfigError, match=f"^surrogate Fixed ?{message}"):
+        PolicyLoss(surrogate=surrogate)
+
+
+def test_a_surrogate_may_read_columns_that_may_be_absent() -> None:
+    surrogate = Fixed(lambda tokens: (-tokens.logprobs * tokens.advantages, {}))
+    surrogate.reads = ("advantages", "rollout_logprobs?")
+    assert float(PolicyLoss(surrogate=surrogate, old="current")({"logprobs": torch.ones(2, 3)}, COLUMNS)[0]) == -6.0

@@ -88,3 +88,15 @@ PAIR = "Return (loss_sum, metrics): a tensor of one number, and (sum, count) by 
 def test_an_answer_of_another_kind_is_one_error(answer, message):
     with pytest.raises(BackendError, match=re.escape(message)):
         evaluate(answer)
+
+
+def test_a_loss_object_is_named_by_its_class():
+    class OwnLoss:
+        def __call__(self, outputs, _):
+            return outputs["logprobs"].detach().sum(), {}
+
+    row = torch.nested.nested_tensor([torch.tensor([1, 2])], layout=torch.jagged)
+    sequences = SequenceBatch(TensorDict({"prompt_ids": row, "response_ids": row}, batch_size=[1]))
+    step = StepLoss(OwnLoss(), sequences, torch.device("cpu"))
+    with pytest.raises(BackendError, match=r"^loss_fn OwnLoss gave a loss_sum without gradient"):
+        step.of(next(iter(sequences.micro_batches(4))), {"logprobs": torch.zeros(1, 2, requires_grad=True)})

@@ -17,6 +17,7 @@ from hf_algorithms.losses._surrogates import Clip, Surrogate, Tokens
 from hf_algorithms.users_code import describe_raised
 from hf_protocols import BatchError, ConfigError
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import Checks, describe_names, show
 
 __all__ = ["GAP_BOUND", "PolicyLoss"]
@@ -26,13 +27,17 @@ _check = Checks(ConfigError)
 GAP_BOUND = 0.1
 """Nats: log-probs are counted on which two engines differ by more. In float32 it is 1e-5, in bfloat16 0.01 to 0.05."""
 
+_READABLE = ("advantages", "old_logprobs", "rollout_logprobs")
+"""Columns that `Tokens` give a surrogate."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
     """Aggregates, over trained tokens, correction weight * surrogate + KL term - entropy coefficient * entropy.
 
     Raises:
-        ConfigError: for an unknown `old`, a clamp of at most 0, or an entropy coefficient below 0.
+        ConfigError: for an unknown `old`, a clamp of at most 0, or an entropy coefficient below 0; for a surrogate
+            that reads a column that `Tokens` do not have.
     """
 
     surrogate: Surrogate = field(default_factory=Clip)
@@ -60,6 +65,7 @@ class PolicyLoss:
         if self.log_ratio_clamp is not None:
             _check.number("log_ratio_clamp", self.log_ratio_clamp)
         _check.number("entropy_coefficient", self.entropy_coefficient, may_be_zero=True)
+        _check_reads(self.surrogate)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -170,6 +176,24 @@ class PolicyLoss:
         return {name: micro_batch[name].masked_fill(~mask, 0.0) for name in names & present}
 
 
+def _check_reads(surrogate: Surrogate) -> None:
+    """Refuses columns that a surrogate, which may be user code, is never given."""
+    label = f"surrogate {type(surrogate).__name__}"
+    reads: object = getattr(surrogate, "reads", None)
+    if not isinstance(reads, tuple) or not all(isinstance(name, str) for name in reads):
+        raise ConfigError(
+            f"{label}: its attribute reads is {show(reads)}. Set it to a tuple of names among "
+            f"{', '.join(_READABLE)}, which may be empty"
+        )
+    unknown = [name for name in reads if name.removesuffix("?") not in _READABLE]
+    if unknown:
+        close = find_similar(unknown[0], _READABLE)
+        raise ConfigError(
+            f"{label} reads {show(unknown[0])}, which is not a column of its tokens: they have {', '.join(_READABLE)}. "
+            + (f"Did you mean {close[0]}?" if close else "Remove it from reads")
+        )
+
+
 def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Calls a surrogate, which may be user code, and checks what it returns."""
     label = f"surrogate {type(surrogate).__name__}"
@@ -189,6 +213,10 @@ def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, 
             raise BatchError(
                 f"{label}: {name} has the shape {shape}. Return a number for each token, {tuple(tokens.mask.shape)}"
             )
+    if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
+        raise BatchError(
+            f"{label}: the loss has no gradient. Compute it from tokens.logprobs, without detach() or no_grad()"
+        )
     return loss, clips
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from inspect import isroutine
 from numbers import Real
 
 import torch
@@ -52,10 +54,11 @@ class StepLoss:
             return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}
         size = [len(micro_batch.rows)]
+        label = _name(self._loss_fn)
         answer = self._loss_fn(TensorDict({**outputs}, batch_size=size), TensorDict(columns, batch_size=size))
-        loss_sum, metrics = _read(answer)
+        loss_sum, metrics = _read(answer, label)
         if not _reaches(loss_sum, outputs):
-            raise BackendError("loss_fn gave a loss_sum whose gradient reaches no output. Compute it from the outputs")
+            raise BackendError(f"{label} gave a loss_sum whose gradient reaches no output. Compute it from the outputs")
         self.total += float(loss_sum.detach())
         self.metrics = merge_metrics([self.metrics, metrics])
         return loss_sum
@@ -76,33 +79,39 @@ def _reaches(loss_sum: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> boo
     return False
 
 
-def _read(answer: object) -> tuple[torch.Tensor, Metrics]:
+def _name(loss_fn: object) -> str:
+    """The loss in messages: the argument's name, and the class of an object, which the user may have written."""
+    wrapped = getattr(loss_fn, "__wrapped__", loss_fn)
+    return "loss_fn" if isroutine(wrapped) or isinstance(wrapped, partial) else f"loss_fn {type(wrapped).__name__}"
+
+
+def _read(answer: object, label: str) -> tuple[torch.Tensor, Metrics]:
     """The loss, and the metrics as numbers: tensors would keep every micro-batch's graph until the step's end."""
     if not isinstance(answer, tuple | list) or len(answer) != 2:
         given = (
             f"a {type(answer).__name__} of {len(answer)}" if isinstance(answer, tuple | list) else _described(answer)
         )
         raise BackendError(
-            f"loss_fn gave {given}. Return (loss_sum, metrics): a tensor of one number, and (sum, count) by name"
+            f"{label} gave {given}. Return (loss_sum, metrics): a tensor of one number, and (sum, count) by name"
         )
     loss_sum, metrics = answer
-    _check_loss(loss_sum)
+    _check_loss(loss_sum, label)
     if not isinstance(metrics, Mapping):
-        raise BackendError(f"loss_fn gave {_described(metrics)} as metrics. Return (sum, count) by name, or {{}}")
-    return loss_sum, {name: _read_metric(name, pair) for name, pair in metrics.items()}
+        raise BackendError(f"{label} gave {_described(metrics)} as metrics. Return (sum, count) by name, or {{}}")
+    return loss_sum, {name: _read_metric(name, pair, label) for name, pair in metrics.items()}
 
 
-def _read_metric(name: object, pair: object) -> tuple[float, float]:
+def _read_metric(name: object, pair: object, label: str) -> tuple[float, float]:
     if not isinstance(name, str):
-        raise BackendError(f"loss_fn gave {show(name)} as a metric's name. Name metrics by strings")
+        raise BackendError(f"{label} gave {show(name)} as a metric's name. Name metrics by strings")
     if name in STEP_METRICS:
         taken = ", ".join(STEP_METRICS)
         raise BackendError(
-            f"loss_fn's metric {show(name)} has a name that the step itself uses ({taken}). Give it another"
+            f"{label}'s metric {show(name)} has a name that the step itself uses ({taken}). Give it another"
         )
     numbers = [_number(each) for each in pair] if isinstance(pair, tuple | list) else []
     if len(numbers) != 2 or None in numbers:
-        raise BackendError(f"loss_fn gave {_described(pair)} as metric {show(name)}. Return (sum, count), two numbers")
+        raise BackendError(f"{label} gave {_described(pair)} as metric {show(name)}. Return (sum, count), two numbers")
     value, count = numbers
     assert value is not None and count is not None
     return value, count
@@ -118,11 +127,11 @@ def _described(value: object) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _check_loss(loss_sum: object) -> None:
+def _check_loss(loss_sum: object, label: str) -> None:
     if not isinstance(loss_sum, torch.Tensor) or loss_sum.numel() != 1:
         wanted = "Return a tensor of one number, the sum over the tokens"
-        raise BackendError(f"loss_fn gave {_described(loss_sum)} as loss_sum. {wanted}")
+        raise BackendError(f"{label} gave {_described(loss_sum)} as loss_sum. {wanted}")
     if not loss_sum.requires_grad:
         raise BackendError(
-            "loss_fn gave a loss_sum without gradient. Compute it from the outputs, without detach() or no_grad()"
+            f"{label} gave a loss_sum without gradient. Compute it from the outputs, without detach() or no_grad()"
         )
