@@ -325,6 +325,49 @@ def test_every_recipe_takes_a_plain_reward(name: str) -> None:
     assert sum(method == "compute_reward" for _, method, _ in calls[1]) == (2 if name == "remax" else 1)
 
 
+class JudgeWorker(Worker):
+    """A worker of a user's own that builds its model from a directory."""
+
+    def __init__(self, context: Any, *, model: str) -> None:
+        super().__init__(context)
+
+    @register(protocol=DP, reads=("response_ids",), writes=("costs",), kind="inference")
+    def compute_cost(self, batch: TensorDict) -> TensorDict:
+        raise AssertionError("nothing runs")
+
+
+WORKERS = "hf_algorithms.workers"
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        (
+            Role(name="frozen", worker=f"{WORKERS}:ReferenceWorker"),
+            r"^role 'frozen' of recipe 'own': its worker ReferenceWorker holds a model, .*\. Declare .* has_model=True",
+        ),
+        (Role(name="frozen", worker=CriticWorker), "its worker CriticWorker holds a model"),
+        (
+            Role(name="frozen", worker=f"{WORKERS}:AdvantageWorker", has_model=True),
+            r"^role 'frozen' of recipe 'own': .* has_model=True, and its worker AdvantageWorker takes no model\. ",
+        ),
+        (Role(name="frozen", worker=f"{WORKERS}:RewardWorker", has_model=True), "RewardWorker takes no model"),
+    ],
+)
+def test_a_role_whose_worker_contradicts_it_is_refused(role: Role, message: str) -> None:
+    recipe = replace(RECIPES["ppo"], name="own", config=OwnConfig, roles=(*RECIPES["ppo"].roles, role))
+    with pytest.raises(ConfigError, match=message):
+        derive_dataflow(recipe, OwnConfig(), SamplingParams(max_new_tokens=4), num_prompts=8)
+
+
+@pytest.mark.parametrize("has_model", [True, False])
+def test_a_worker_of_ones_own_may_take_a_model(has_model: bool) -> None:
+    role = Role(name="judge", worker=JudgeWorker, has_model=has_model)
+    recipe = replace(RECIPES["ppo"], name="own", config=OwnConfig, roles=(*RECIPES["ppo"].roles, role))
+    flow = derive_dataflow(recipe, OwnConfig(), SamplingParams(max_new_tokens=4), num_prompts=8)
+    assert "judge" not in {call.role for call in flow.calls}
+
+
 def test_a_recipe_stands_next_to_the_configuration(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     elsewhere = module.parent / "elsewhere"
     elsewhere.mkdir()

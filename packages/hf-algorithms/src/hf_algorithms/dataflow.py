@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.recipes import Recipe, StepContext
+from hf_algorithms.recipes import Recipe, Role, StepContext
 from hf_algorithms.roles import Roles
 from hf_protocols import ConfigError, Dataflow, ModelCall
 from hf_protocols.validation import show
@@ -75,13 +76,15 @@ def derive_dataflow(
 
     Raises:
         ConfigError: for a step that calls no model, does not end, or asks for the result of a batch or an object. Also
-            for a role without a worker, a method that does not declare its columns, or a loss that asks for an output
-            that the model lacks.
+            for a role without a worker, or whose `has_model` contradicts its worker; a method that does not declare its
+            columns; or a loss that asks for an output that the model lacks.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
     from hf_algorithms.workers import check_calls_outputs
     from hf_controller import TracingExecutor
 
+    for role in recipe.roles:
+        _check_model(recipe, role)
     executor = TracingExecutor()
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
@@ -98,6 +101,29 @@ def derive_dataflow(
     needed = {call.role for call in calls if _is_needed(call)}
     kept = tuple(call for call in calls if _is_needed(call) or call.role not in needed)
     return Dataflow(name=recipe.name, calls=kept)
+
+
+def _check_model(recipe: Recipe, role: Role) -> None:
+    """Refuses a role without a model whose worker builds one, and a role with a model that its worker does not take."""
+    from hf_algorithms.workers._model import ModelWorker
+    from hf_controller import Worker
+
+    worker = role.load_worker()
+    label = f"role {show(role.name)} of recipe {show(recipe.name)}"
+    if issubclass(worker, ModelWorker):
+        if not role.has_model:
+            raise ConfigError(
+                f"{label}: its worker {worker.__name__} holds a model, and the role is declared without one. Declare "
+                'the role with has_model=True, and with starts_from="actor" for the weights that the actor starts from'
+            )
+    elif role.has_model and not hasattr(worker, "load_state"):
+        parameters = signature(worker).parameters.values()
+        takes_model = any(each.name == "model" or each.kind is each.VAR_KEYWORD for each in parameters)
+        if not takes_model or worker.__init__ is Worker.__init__:
+            raise ConfigError(
+                f"{label}: it is declared with has_model=True, and its worker {worker.__name__} takes no model. Remove "
+                "has_model, or name a worker that holds a model, such as hf_algorithms.workers:ReferenceWorker"
+            )
 
 
 def _is_needed(call: ModelCall) -> bool:
