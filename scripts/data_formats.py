@@ -28,7 +28,10 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
     "TRL, messages": {"messages": [*CHAT, TURN]},
     "TRL, prompt and completion": {"prompt": CHAT, "completion": [TURN]},
     "TRL, preferences": {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
-    "TRL, preferences without a prompt": {"chosen": [*CHAT, TURN], "rejected": [*CHAT, {**TURN, "content": "5"}]},
+    "TRL, preferences of chats without a prompt": {
+        "chosen": [*CHAT, TURN],
+        "rejected": [*CHAT, {**TURN, "content": "5"}],
+    },
     "verl": {
         "data_source": "openai/gsm8k",
         "prompt": CHAT,
@@ -42,6 +45,7 @@ CONVENTIONS: dict[str, dict[str, Any]] = {
         "env_class": "gsm8k",
         "reward_spec": {"method": "rule", "ground_truth": "4"},
     },
+    "Alpaca, where `input` is always empty": {"instruction": "2 + 2?", "input": "", "output": "4"},
     "OpenRLHF": {"input": "2 + 2?", "label": "4"},
     "OpenRLHF, supervised": {"input": "2 + 2?", "output": "4"},
     "slime": {"prompt": "2 + 2?", "label": "4", "metadata": {"level": 1}},
@@ -65,6 +69,7 @@ AMBIGUOUS: dict[str, dict[str, Any]] = {
     "two answers": {"prompt": "2 + 2?", "answer": "4", "solution": "2 + 2 = 4"},
     "two ground truths": {"prompt": "2 + 2?", "label": "4", "reward_model": {"ground_truth": "4"}},
     "no prompt": {"answer": "4"},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
 }
 """Rows that are refused."""
 
@@ -103,7 +108,8 @@ Columns are found by their names in the first 100 rows, and the mapping is print
 `data.prompt_field` and `data.answer_field` name others; `reward_model.ground_truth` leads into an object.
 Where a row has several such names, `prompt` and `messages` come before the other names of a prompt, and `completion`
 and `output` after the other names of an answer, or before them where the answers are learned. Two of one rank are an
-error that names both.
+error that names both. A column without text in these rows is left out where another one has text; text in a later row
+of it is an error.
 
 - A prompt is a text, a number or a list of messages. The content of a message is a text or a list of parts that are
   all text, which are joined. A chat in `messages` that ends with an assistant's message is
@@ -145,7 +151,8 @@ def write_page() -> str:
         FORMATS + "| convention | kind of rows | prompt | answer | other columns |\n|---|---|---|---|---|",
         *(f"| {name} | {_describe(record)} |" for name, record in CONVENTIONS.items()),
         "",
-        "Preferences train reward models; a run of PPO takes their prompts. Texts are for `data.pretraining`.",
+        "Preferences train reward models; a run of PPO takes their prompts. Pairs of texts need one. Pairs of chats",
+        "may leave it out: the messages with which both sides begin are the prompt. Texts are for `data.pretraining`.",
         "",
         TEXTS,
         "",

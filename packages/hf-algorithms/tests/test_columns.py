@@ -127,3 +127,59 @@ def test_files_of_one_set_may_have_columns_of_their_own(tmp_path: Path) -> None:
         "CSV of 1 rows: prompts; prompt = 'question', answer = 'answer'",
         "JSONL of 1 rows: prompts; prompt = 'prompt', answer = 'label'; other columns: 'label'",
     ]
+
+
+ALPACA = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
+NO_INPUT = {"instruction": "2 + 2?", "input": "", "output": "4"}
+
+
+def test_a_column_without_text_is_not_a_candidate(tmp_path: Path) -> None:
+    rows = load_rows(write(tmp_path, NO_INPUT, {**NO_INPUT, "input": "  "}, {**NO_INPUT, "input": None}))
+    assert [(row.prompt, row.answer) for row in rows] == [("2 + 2?", "4")] * 3
+    (row,) = load_rows(write(tmp_path, {"prompt": "q", "answer": "a", "solution": ""}))
+    assert row.answer == "a"
+    assert load_rows(write(tmp_path, NO_INPUT), prompt_field="input")[0].prompt == ""
+
+
+def test_text_in_a_column_that_was_left_out_is_refused(tmp_path: Path) -> None:
+    """The first rows decide, so a later row must not lose its text."""
+    rows = open_rows([(write(tmp_path, *[NO_INPUT] * 100, ALPACA), None)])
+    assert rows[99].prompt == "2 + 2?"
+    with pytest.raises(
+        DataError, match=r"line 101: field 'input' has text, .* 'instruction' holds the prompt\. Join the "
+    ):
+        list(rows)
+    with pytest.raises(DataError, match=r"line 101: field 'solution' has text, .*'answer' holds the answer\. Set data"):
+        list(open_rows([(write(tmp_path, *[{"prompt": "q", "answer": "a", "solution": ""}] * 100, SOLVED), None)]))
+
+
+SOLVED = {"prompt": "q", "answer": "a", "solution": "s"}
+
+
+def test_instructions_with_inputs_are_to_be_joined(tmp_path: Path) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"'instruction' \(row 1\) and 'input' \(row 2\) may .*\. Join the two texts .* field 'prompt', or set "
+        r"data\.prompt_field to the one that does$",
+    ):
+        load_rows(write(tmp_path, NO_INPUT, ALPACA))
+
+
+SHAREGPT = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]
+
+
+@pytest.mark.parametrize(
+    ("record", "given"),
+    [
+        ({"conversations": SHAREGPT}, None),
+        ({"conversations": SHAREGPT}, "conversations"),
+        ({"messages": SHAREGPT}, None),
+        ({"id": 1, "conversation": SHAREGPT}, None),
+    ],
+)
+def test_messages_of_sharegpt_are_named(tmp_path: Path, record: dict[str, Any], given: str | None) -> None:
+    with pytest.raises(
+        DataError,
+        match=r"line 1: the messages of field '\w+' have 'from' and 'value', .*\. Write .* 'role' and 'content'",
+    ):
+        load_rows(write(tmp_path, record), prompt_field=given)

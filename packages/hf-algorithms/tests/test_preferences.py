@@ -124,7 +124,27 @@ def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
     [
         ("reward", {"prompt": "p", "chosen": "x", "rejected": "x"}, "line 1: its two sides are equal, 'x'. Remove"),
         ("reward", {"prompt": "p", "chosen": "x"}, "line 1 lacks chosen and rejected, or response_0"),
-        ("reward", {"chosen": "x", "rejected": "y"}, "line 1 has no prompt; its fields are 'chosen', 'rejected'. Add"),
+        (
+            "reward",
+            {"chosen": "x", "rejected": "y"},
+            "line 1 has no prompt; its fields are 'chosen', 'rejected'. Texts",
+        ),
+        ("reward", {"chosen": "x", "rejected": "y"}, "only chats may leave it out. Add a field 'prompt', or set data."),
+        (
+            "reward",
+            {"chosen": "Human: 2+2? Assistant: 4", "rejected": "Human: 2+2? Assistant: 5"},
+            "only chats may leave it out. Move what both texts begin with into a field 'prompt'",
+        ),
+        (
+            "reward",
+            {"prompt": "p", "chosen": [{"from": "gpt", "value": "x"}], "rejected": [{"from": "gpt", "value": "y"}]},
+            "line 1: the messages of chosen have 'from' and 'value', which are not read. Write messages with 'role'",
+        ),
+        (
+            "reward",
+            {"instruction": "p", "input": "q", "chosen": "x", "rejected": "y"},
+            "line 1: 'instruction' and 'input' may each hold the prompt. Join the two texts",
+        ),
         (
             "reward",
             {"prompt": "p\ud800", "chosen": "x", "rejected": "y"},
@@ -154,6 +174,14 @@ def test_a_wrong_row_is_one_line(tmp_path: Path, labels: Any, record: Any, messa
         load_preferences(write(tmp_path / "pairs.jsonl", record), labels=labels)
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_an_empty_input_does_not_hold_the_prompt(tmp_path: Path) -> None:
+    record = {"instruction": "p", "input": "", "chosen": "x", "rejected": "y"}
+    assert load_preferences(write(tmp_path / "pairs.jsonl", record))[0].prompt == "p"
+    late = write(tmp_path / "late.jsonl", *[record] * 100, record | {"input": "q"})
+    with pytest.raises(DataError, match=r"line 101: field 'input' has text"):
+        load_preferences(late)
 
 
 @pytest.fixture(scope="module")

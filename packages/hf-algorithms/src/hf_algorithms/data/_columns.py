@@ -11,19 +11,26 @@ from hf_protocols.validation import shorten_list, show
 
 __all__ = [
     "ANSWER_COLUMNS",
+    "PAIR_PROMPT_COLUMNS",
     "PROMPT_COLUMNS",
+    "SHAREGPT_REMEDY",
     "ColumnMapping",
     "Kind",
+    "check_blanks",
     "describe_answer",
     "find_columns",
     "find_prompt_of_pairs",
     "get_field",
     "has_answers_in_chats",
     "is_chat",
+    "is_sharegpt",
+    "list_blanks",
 ]
 
 PROMPT_COLUMNS = (("prompt", "messages"), ("question", "problem", "query", "instruction", "input"))
 """Names of a prompt's column. Those of a later line count where none of an earlier line is there."""
+PAIR_PROMPT_COLUMNS = (("prompt",), *PROMPT_COLUMNS[1:])
+"""Names of the prompt's column of pairs, in which `messages` is a whole chat."""
 ANSWER_COLUMNS = (
     ("answer", "solution", "ground_truth", "label", "reward_model.ground_truth", "reward_spec.ground_truth"),
     ("completion", "output"),
@@ -32,7 +39,12 @@ ANSWER_COLUMNS = (
 Kind = Literal["prompts", "chats", "preferences", "texts"]
 """Kind of the rows of a table."""
 
+SHAREGPT_REMEDY = (
+    "Write a field 'messages', whose messages have 'role' and 'content': the role is user for human, assistant for gpt"
+)
+
 _TEXT_COLUMN = "text"
+_ALPACA = frozenset({"instruction", "input"})
 _PAIRS = (("chosen", "rejected"), ("response_0", "response_1"))
 
 
@@ -45,12 +57,15 @@ class ColumnMapping:
         prompt: field of the prompt, with dots between nested names; None for texts.
         answer: field of the answer, or of a text; None if there is none.
         others: all other columns.
+        blanks: columns that might hold the prompt or the answer as well, and have no text in the first rows; each with
+            the column that is read.
     """
 
     kind: Kind
     prompt: str | None
     answer: str | None
     others: tuple[str, ...]
+    blanks: tuple[tuple[str, str], ...] = ()
 
     def describe(self) -> str:
         """One line, such as `prompts; prompt = 'question', answer = 'answer'`."""
@@ -98,7 +113,8 @@ def find_columns(
     names = list(dict.fromkeys(name for record in records for name in record))
     absent = _describe_absent(names, where)
     has_pairs = any(all(_is_present(records, name) for name in pair) for pair in _PAIRS)
-    if has_pairs and "preferences" in promptless:
+    is_pair = has_pairs and "preferences" in promptless
+    if is_pair:
         prompt = find_prompt_of_pairs(records, where=where, prompt_field=prompt_field)
         if prompt is None:
             return ColumnMapping(kind="preferences", prompt=None, answer=None, others=tuple(names))
@@ -124,6 +140,7 @@ def find_columns(
                 f"{where}: no prompt stands in this row or the next ones: {empty[0]} holds no text, where it is there; "
                 f"the fields are {_list_fields(names)}. Fill it in, or set data.prompt_field"
             )
+        _refuse_sharegpt(records, where)
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
     answers = ANSWER_COLUMNS[::-1] if is_learned else ANSWER_COLUMNS
     answer = _choose(records, answer_field, answers, "answer", absent=absent, where=where)
@@ -133,7 +150,9 @@ def find_columns(
         kind = "preferences"
     elif any(is_chat(get_field(record, prompt)) for record in records):
         kind = "chats"
-    return ColumnMapping(kind=kind, prompt=prompt, answer=answer, others=others)
+    blanks = list_blanks(records, prompt, prompt_field, PAIR_PROMPT_COLUMNS if is_pair else PROMPT_COLUMNS)
+    blanks += list_blanks(records, answer, answer_field, answers)
+    return ColumnMapping(kind=kind, prompt=prompt, answer=answer, others=others, blanks=blanks)
 
 
 def find_prompt_of_pairs(records: Sequence[Mapping[str, Any]], *, where: str, prompt_field: str | None) -> str | None:
@@ -143,7 +162,40 @@ def find_prompt_of_pairs(records: Sequence[Mapping[str, Any]], *, where: str, pr
         DataError: as `find_columns` does.
     """
     absent = _describe_absent(list(dict.fromkeys(name for record in records for name in record)), where)
-    return _choose(records, prompt_field, (("prompt",), *PROMPT_COLUMNS[1:]), "prompt", absent=absent, where=where)
+    return _choose(records, prompt_field, PAIR_PROMPT_COLUMNS, "prompt", absent=absent, where=where)
+
+
+def list_blanks(
+    records: Sequence[Mapping[str, Any]], chosen: str | None, given: str | None, candidates: Iterable[Sequence[str]]
+) -> tuple[tuple[str, str], ...]:
+    """Returns columns that were left out because these records have no text there, each with the one that is read.
+
+    Args:
+        records: the first ones.
+        chosen: the column that is read.
+        given: the user's name for it; then there are none.
+        candidates: names of such a column, in ranks.
+    """
+    if chosen is None or given is not None:
+        return ()
+    rank = next((names for names in candidates if chosen in names), ())
+    blank = [name for name in rank if _is_present(records, name) and not _has_text(records, name)]
+    return tuple((name, chosen) for name in blank if name != chosen)
+
+
+def check_blanks(record: Mapping[str, Any], blanks: Iterable[tuple[str, str]]) -> None:
+    """Refuses a record with text in a column that was left out because it has no text in the first rows.
+
+    Raises:
+        DataError: which follows the place of the row.
+    """
+    for name, chosen in blanks:
+        if _has_text([record], name):
+            role = "answer" if any(name in names for names in ANSWER_COLUMNS) else "prompt"
+            raise DataError(
+                f": field {show(name)} has text, and it was left out, because it has no text in the first rows: "
+                f"{show(chosen)} holds the {role}. {_describe_choice((name, chosen), role)}"
+            )
 
 
 def get_field(record: Mapping[str, Any], field: str) -> Any:
@@ -182,21 +234,54 @@ def _choose(
         return given
     for names in candidates:
         found = [name for name in names if _is_present(records, name)]
+        if len(found) > 1 and (filled := [name for name in found if _has_text(records, name)]):
+            found = filled
         if len(found) > 1:
-            first = {name: next(n for n, each in enumerate(records, 1) if _is_present([each], name)) for name in found}
+            holds = _has_text if any(_has_text(records, name) for name in found) else _is_present
+            first = {name: next(n for n, each in enumerate(records, 1) if holds([each], name)) for name in found}
             is_spread = len({*first.values()}) > 1
             shown = [show(name) + (f" (row {row})" if is_spread else "") for name, row in first.items()]
-            raise DataError(
-                f"{where}: {' and '.join(shown)} may each hold the {role}. Set data.{role}_field to the one that does"
-            )
+            raise DataError(f"{where}: {' and '.join(shown)} may each hold the {role}. {_describe_choice(found, role)}")
         if found:
             return found[0]
     return None
 
 
+def _describe_choice(names: Iterable[str], role: str) -> str:
+    """The remedy where several fields may hold a prompt or an answer; Alpaca splits its prompt over two of them."""
+    join = "Join the two texts of each row into one field 'prompt', or set" if {*names} >= _ALPACA else "Set"
+    return f"{join} data.{role}_field to the one that does"
+
+
 def _is_present(records: Iterable[Mapping[str, Any]], name: str) -> bool:
     """True if a record has a value there. Booleans label whole responses: they are not read as answers."""
     return any((value := get_field(record, name)) is not None and not isinstance(value, bool) for record in records)
+
+
+def _has_text(records: Iterable[Mapping[str, Any]], name: str) -> bool:
+    """True if a record has a value there that is not an empty text or list."""
+    values = [get_field(each, name) for each in records if _is_present([each], name)]
+    return any(value.strip() if isinstance(value, str) else value != [] for value in values)
+
+
+def _refuse_sharegpt(records: Iterable[Mapping[str, Any]], where: str) -> None:
+    """Refuses chats whose messages have `from` and `value`, by what to write in their place."""
+    for record in records:
+        for name, value in record.items():
+            if is_sharegpt(value):
+                raise DataError(
+                    f"{where}: the messages of field {show(name)} have 'from' and 'value', which are not read. "
+                    f"{SHAREGPT_REMEDY}"
+                )
+
+
+def is_sharegpt(value: object) -> bool:
+    """True for a list of messages with `from` and `value`."""
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(each, Mapping) and {"from", "value"} <= each.keys() for each in value)
+    )
 
 
 def _has_field(record: Mapping[str, Any], field: str) -> bool:

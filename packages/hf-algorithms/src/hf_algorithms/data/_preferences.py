@@ -9,7 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from hf_algorithms.data._columns import find_prompt_of_pairs, get_field
+from hf_algorithms.data._columns import (
+    PAIR_PROMPT_COLUMNS,
+    check_blanks,
+    find_prompt_of_pairs,
+    get_field,
+    is_sharegpt,
+    list_blanks,
+)
 from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row, read_message
@@ -74,6 +81,8 @@ class PairFile:
     labels: Labels
     prompt_field: str | None
     source: int = 0
+    blanks: tuple[tuple[str, str], ...] = ()
+    """Columns that might hold the prompt as well, and have no text in the first rows; each with `prompt_field`."""
 
     def build_row(self, record: Mapping[str, Any], number: int) -> PreferenceRow:
         """Returns the pair of a record.
@@ -81,6 +90,10 @@ class PairFile:
         Raises:
             DataError: for a record of another form, or whose sides are equal.
         """
+        try:
+            check_blanks(record, self.blanks)
+        except DataError as error:
+            raise DataError(f"{self.table.where(number)}{error}") from None
         read = _read_cost if self.labels == "cost" else _read_pair
         return read(record, self.table.where(number), self.prompt_field)
 
@@ -117,7 +130,10 @@ def open_preferences(
                 raise DataError(f"{each} has no rows. Add at least one pair")
             records = list(islice(table.records(), SAMPLE_RECORDS))
             field = find_prompt_of_pairs(records, where=table.where(0), prompt_field=prompt_field)
-            files.append(PairFile(path=each, table=table, labels=labels, prompt_field=field, source=number))
+            blanks = list_blanks(records, field, prompt_field, PAIR_PROMPT_COLUMNS)
+            files.append(
+                PairFile(path=each, table=table, labels=labels, prompt_field=field, source=number, blanks=blanks)
+            )
     given = [each for each in weights if each is not None]
     return FileRows(files, given or None)
 
@@ -318,7 +334,12 @@ def _build_row(
         prompt, chosen, rejected = _split_chats(prompt, chosen, rejected, where)
     elif prompt is None:
         there = ", ".join(shorten_list([show(name) for name in record]))
-        raise DataError(f"{where} has no prompt; its fields are {there}. Add 'prompt', or set data.prompt_field")
+        words = [side.split()[:1] for side in (chosen, rejected) if isinstance(side, str)]
+        move = "Move what both texts begin with into" if words[1:] == words[:1] else "Add"
+        raise DataError(
+            f"{where} has no prompt; its fields are {there}. Texts need one, and only chats may leave it out. {move} a "
+            "field 'prompt', or set data.prompt_field"
+        )
     if isinstance(prompt, str) and not (isinstance(chosen, str) and isinstance(rejected, str)):
         prompt = ({"role": "user", "content": prompt},)
     system = read_system(record, where)
@@ -384,6 +405,11 @@ def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
         check_field(value, name, where)
         return value
     is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
+    if is_sharegpt(value):
+        raise DataError(
+            f"{where}: the messages of {name} have 'from' and 'value', which are not read. Write messages with 'role' "
+            "and 'content': the role is user for human, assistant for gpt"
+        )
     if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
         raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
     messages = [read_message(each, f"{where}: message {number} of {name}") for number, each in enumerate(value, 1)]

@@ -11,7 +11,17 @@ from typing import Any
 
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.data._arrow_tables import Binary
-from hf_algorithms.data._columns import ColumnMapping, Kind, find_columns, get_field, has_answers_in_chats, is_chat
+from hf_algorithms.data._columns import (
+    SHAREGPT_REMEDY,
+    ColumnMapping,
+    Kind,
+    check_blanks,
+    find_columns,
+    get_field,
+    has_answers_in_chats,
+    is_chat,
+    is_sharegpt,
+)
 from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
 from hf_algorithms.data._tables import FORMATS, Table, open_tables
@@ -182,6 +192,7 @@ def _build_row(record: Mapping[str, Any], columns: ColumnMapping, table: Table, 
             if not answer and columns.kind == "texts":
                 raise DataError(": its text is empty. Remove the row")
             return Row("", answer, others)
+        check_blanks(record, columns.blanks)
         prompt, written = _read_prompt(record, columns.prompt)
         if answer is None or (is_learned and written is not None):
             answer = written
@@ -253,6 +264,10 @@ def _check_messages(value: object, name: str) -> None:
         return
     if not value:
         raise DataError(f": field {show(name)} is an empty list, which holds no message. Remove the row")
+    if is_sharegpt(value):
+        raise DataError(
+            f": the messages of field {show(name)} have 'from' and 'value', which are not read. {SHAREGPT_REMEDY}"
+        )
     if all(isinstance(each, Mapping) for each in value) and not is_chat(value):
         number = next(n for n, each in enumerate(value, start=1) if not isinstance(each.get("role"), str))
         raise DataError(f": message {number} of field {show(name)} has no role. Add one, such as 'user'")
