@@ -66,13 +66,13 @@ def test_the_table_names_what_was_chosen(config: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"l40s"', '"l40"', "gpu 'l40' is unknown. Use one of l40s"),
+        ('"l40s"', '"l40"', "gpu 'l40' is unknown. Did you mean l40s?"),
         ("num_gpus = 4", "num_gpus = -4", "num_gpus=-4"),
         ("num_gpus = 4", "num_gpus = 0", "num_gpus=0 must be a whole number of at least 1"),
         ("global_batch = 64", "global_batch = -64", "global_batch=-64 must be a whole number of at least 1"),
         ("response_tokens = 256", "response_tokens = 0", "response_tokens=0 must be a whole number of at least 1"),
         ("mini_batches = 4", "mini_batches = 5", "mini_batches=5 does not divide the 64 sequences"),
-        ('actor = "qwen2.5-0.5b"', 'actor = "qwen2.5-0.6b"', "'qwen2.5-0.6b' is unknown. Use one of qwen2.5-0.5b"),
+        ('actor = "qwen2.5-0.5b"', 'actor = "qwen2.5-0.6b"', "'qwen2.5-0.6b' is unknown. Did you mean qwen2.5-0.5b"),
         ('actor = "qwen2.5-0.5b"', "actor = { params_b = 0 }", "models.actor: params_b=0 must be above 0"),
         (
             'actor = "qwen2.5-0.5b"',

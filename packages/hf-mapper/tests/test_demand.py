@@ -69,7 +69,7 @@ def test_equal_demands_are_one(tiny: ModelShape) -> None:
 
 def test_a_role_that_the_dataflow_lacks_is_named(tiny: ModelShape) -> None:
     models = dict.fromkeys(("actor", "critic", "references"), tiny)
-    with pytest.raises(ConfigError, match=r"dataflow 'ppo': role 'references' is unknown. Use one of reference"):
+    with pytest.raises(ConfigError, match=r"dataflow 'ppo': role 'references' is unknown. Did you mean reference"):
         build_demands(Dataflow.preset("ppo"), models, WORKLOAD)
 
 

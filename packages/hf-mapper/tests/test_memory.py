@@ -200,7 +200,7 @@ def test_fsdp_that_gathers_the_model_holds_it_and_its_gradients() -> None:
     ends, gradients = 2 * LLAMA.vocab_size * LLAMA.hidden_size, 4 * LLAMA.num_parameters
     beyond_two_layers = 2 * (LLAMA.num_parameters - ends) * (1 - 2 / LLAMA.num_layers)
     assert whole - layer == pytest.approx(beyond_two_layers + gradients)
-    with pytest.raises(ConfigError, match=r"gathers 'layers' is unknown. Use one of layer"):
+    with pytest.raises(ConfigError, match=r"gathers 'layers' is unknown. Did you mean layer"):
         SoftwareSpec(gathers="layers")
 
 

@@ -117,7 +117,7 @@ def test_backends_that_are_there_decide() -> None:
     assert default_backends("cpu") == ("fsdp",)
     assert default_backends("h100") == BOTH
     assert default_backends("cpu", ["megatron"]) == ("megatron",)
-    with pytest.raises(ConfigError, match=r"backend 'megatronn' is unknown. Use one of megatron"):
+    with pytest.raises(ConfigError, match=r"backend 'megatronn' is unknown. Did you mean megatron\?"):
         default_backends("h100", ["megatronn"])
     with pytest.raises(ConfigError, match="backends is empty"):
         default_backends("h100", [])

@@ -23,7 +23,7 @@ def test_catalogue_has_the_kinds_that_the_readers_own() -> None:
 
 @pytest.mark.parametrize(("given", "near"), [("a100", "a100-80"), ("H-100", "h100"), ("rtx4090", "rtx-4090")])
 def test_an_unknown_gpu_is_answered_with_the_nearest(given: str, near: str) -> None:
-    with pytest.raises(ConfigError, match=f"gpu '{given}' is unknown. Use one of .*{near}"):
+    with pytest.raises(ConfigError, match=rf"gpu '{given}' is unknown\. Did you mean .*{near}"):
         gpu(given)
 
 
@@ -137,7 +137,7 @@ def test_a_workload_counts_sequences() -> None:
     [
         ({"global_batch": 0}, "global_batch=0 must be a whole number of at least 1"),
         ({"mini_batches": 5}, "mini_batches=5 does not divide the 32 sequences"),
-        ({"dtype": "bf16"}, "dtype 'bf16' is unknown. Use one of bfloat16"),
+        ({"dtype": "bf16"}, "dtype 'bf16' is unknown. Did you mean bfloat16"),
         ({"recompute": "all"}, "recompute 'all' is unknown"),
         ({"response_lengths": (4, 6)}, "response_tokens=8 must be the largest of response_lengths, 6"),
         ({"prompt_lengths": (0, 8)}, r"prompt_lengths\[0\]=0 must be a whole number"),

@@ -130,11 +130,11 @@ def test_a_column_is_not_read_before_it_is_written() -> None:
 
 
 def test_unknown_words_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"dataflow preset 'safe-rlhf' is unknown\. Use safe_rlhf"):
+    with pytest.raises(ConfigError, match=r"dataflow preset 'safe-rlhf' is unknown\. Did you mean safe_rlhf"):
         Dataflow.preset("safe-rlhf")
-    with pytest.raises(ConfigError, match=r"unknown\. Use ppo or remax or safe_rlhf or .* or online_dpo$"):
+    with pytest.raises(ConfigError, match=r"unknown\. Use one of ppo, remax, safe_rlhf, .*, online_dpo$"):
         Dataflow.preset("xyz")
-    with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown\. Use ppo\b"):
+    with pytest.raises(ConfigError, match=r"dataflow preset 'ppoo' is unknown\. Did you mean ppo\?$"):
         Dataflow.preset("ppoo")
     with pytest.raises(ConfigError, match=r"^dataflow preset=3. Use one of ppo, remax, .*, online_dpo$"):
         Dataflow.preset(3)

@@ -160,7 +160,7 @@ def test_experts_have_their_own_width() -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"model preset 'llama-2-7B' is unknown. Use one of llama-2-7b"):
+    with pytest.raises(ConfigError, match=r"model preset 'llama-2-7B' is unknown\. Did you mean llama-2-7b"):
         ModelShape.preset("llama-2-7B")
     for name in ("", "resnet-50"):
         with pytest.raises(ConfigError, match=f"'{name}' is unknown. Use one of .*codellama-34b"):

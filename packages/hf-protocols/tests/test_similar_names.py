@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_protocols.similar_names import find_similar
+from hf_protocols.similar_names import describe_choices, find_similar
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,18 @@ def test_similar_means_a_ratio_above_six_tenths(name: str, known: list[str]) -> 
     assert set(similar) == {each for each in known if ratios[each] > 0.6}
     ranks = [(each.startswith(name), ratios[each]) for each in similar]
     assert ranks == sorted(ranks, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"),
+    [
+        ("itertions", ["iterations", "seed"], "Did you mean iterations?"),
+        ("a100", ["a100-40", "a100-80", "l40s"], "Did you mean a100-40 or a100-80?"),
+        ("gpro", ["gmpo", "gspo", "grpo", "gdpo"], "Did you mean grpo, gdpo or gmpo?"),
+        ("rtx-5090", ["rtx-4090", "h100"], "Did you mean rtx-4090?"),
+        ("zzzz", ["iterations", "seed"], "Use one of iterations, seed"),
+        ("zzzz", [], "Use one of none"),
+    ],
+)
+def test_a_remedy_lists_all_names_only_where_none_is_near(name: str, known: list[str], text: str) -> None:
+    assert describe_choices(name, iter(known)) == text

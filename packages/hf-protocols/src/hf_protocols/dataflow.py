@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from hf_protocols.errors import ConfigError
-from hf_protocols.similar_names import find_similar
+from hf_protocols.similar_names import describe_choices
 from hf_protocols.validation import Checks, show
 
 __all__ = ["CallKind", "Dataflow", "ModelCall"]
@@ -91,8 +91,7 @@ class Dataflow:
         """
         _check.kind("dataflow preset", name, str, f"one of {', '.join(_PRESETS)}")
         if name not in _PRESETS:
-            near = find_similar(name, _PRESETS, most=3) or list(_PRESETS)
-            raise ConfigError(f"dataflow preset {show(name)} is unknown. Use {' or '.join(near)}")
+            raise ConfigError(f"dataflow preset {show(name)} is unknown. {describe_choices(name, _PRESETS)}")
         return cls(name=name, calls=_PRESETS[name])
 
     def with_models(self, roles: Iterable[str]) -> Dataflow:

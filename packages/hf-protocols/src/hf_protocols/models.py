@@ -13,7 +13,7 @@ from hf_protocols._presets import PRESETS
 from hf_protocols.errors import ConfigError
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.positions import compute_positions
-from hf_protocols.similar_names import find_similar
+from hf_protocols.similar_names import describe_choices
 from hf_protocols.validation import Checks, show
 
 __all__ = ["ModelShape"]
@@ -123,8 +123,7 @@ class ModelShape:
         """
         _check.kind("model preset", name, str, "a name, such as 'llama-2-7b'")
         if name not in PRESETS:
-            near = find_similar(name, PRESETS, most=3)
-            raise ConfigError(f"model preset {show(name)} is unknown. Use one of {', '.join(near or sorted(PRESETS))}")
+            raise ConfigError(f"model preset {show(name)} is unknown. {describe_choices(name, sorted(PRESETS))}")
         return replace(cls.from_config(PRESETS[name]), name=name)
 
     @classmethod

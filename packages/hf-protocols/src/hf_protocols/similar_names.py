@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-__all__ = ["find_similar"]
+__all__ = ["describe_choices", "find_similar"]
 
 _LEAST_SIMILARITY = 0.6
 
@@ -28,3 +28,12 @@ def find_similar(name: str, known: Iterable[str], *, most: int = 1) -> list[str]
             is_swapped = sorted(candidate.lower()) == sorted(lowered)
             found.append((not candidate.lower().startswith(lowered), -matcher.ratio(), not is_swapped, candidate))
     return [candidate for *_, candidate in sorted(found)[:most]]
+
+
+def describe_choices(name: str, known: Iterable[str]) -> str:
+    """Returns the remedy for an unknown name: a question with up to three similar names, else all names."""
+    names = list(known)
+    near = find_similar(name, names, most=3)
+    if not near:
+        return f"Use one of {', '.join(names) or 'none'}"
+    return f"Did you mean {', '.join(near[:-1])}{' or ' if near[1:] else ''}{near[-1]}?"

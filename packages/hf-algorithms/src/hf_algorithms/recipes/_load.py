@@ -14,8 +14,8 @@ from hf_algorithms.users_code import describe_raised, find_specs
 from hf_protocols import ConfigError
 from hf_protocols.foreign_code import raised_as
 from hf_protocols.process_lock import ProcessLock
-from hf_protocols.similar_names import find_similar
-from hf_protocols.validation import shorten_list, show
+from hf_protocols.similar_names import describe_choices
+from hf_protocols.validation import show
 
 __all__ = ["load_recipe"]
 
@@ -65,8 +65,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         recipes = [key for key, value in vars(module).items() if isinstance(value, Recipe)]
         what = "is not a Recipe" if hasattr(module, name) else "does not exist"
         where = origin or f"the folder {place}, which is not a module"
-        near = find_similar(name, recipes) or recipes
-        hint = f"Did you mean {', '.join(shorten_list(near))}?" if near else "Define one with Recipe(...)"
+        hint = describe_choices(name, recipes) if recipes else "Define one with Recipe(...)"
         raise ConfigError(f"{label}: {name} {what} in {where}. {hint}")
     usual = found.config.model_fields["name"].default
     if usual != found.name:
