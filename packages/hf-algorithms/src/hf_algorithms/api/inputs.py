@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from keyword import iskeyword
 from os import PathLike, fspath
 from pathlib import Path
@@ -30,6 +31,8 @@ __all__ = ["NAME", "InputFolder", "are_texts", "check_name", "temporary_inputs"]
 
 NAME = re.compile(r"[\w.-]+")
 """Names of sets and metrics."""
+_WORD_START = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+"""Places of a class's name where a word begins."""
 
 _SETS = ("train", "validation", "test")
 _DATA = "data"
@@ -153,7 +156,7 @@ class InputFolder:
         """
         reward = body.get("reward")
         if isinstance(reward, dict) and callable(reward.get("metric")):
-            name = getattr(reward["metric"], "__name__", "metric")
+            name = _find_own_name(reward["metric"]) or "metric"
             reward["metric"], holds = self._name_function(
                 reward["metric"], name, kind="metric", is_in_process=is_in_process
             )
@@ -272,8 +275,8 @@ class InputFolder:
         file = self.path / f"passed_{stem}.py"
         file.with_suffix(".pkl").write_bytes(pickled)
         digest = hashlib.sha256(pickled).hexdigest()  # another digest is another file, so that it is loaded again
-        own = getattr(function, "__name__", "")
-        name = next((each for each in (own, name) if each.isidentifier() and not iskeyword(each)), "function")
+        own = _find_own_name(function)
+        name = own or (name if name.isidentifier() and not iskeyword(name) else "function")
         file.write_text(_LOADER.format(name=name, digest=digest), encoding="utf-8")
         return f"{file}:{name}", False
 
@@ -305,17 +308,27 @@ def temporary_inputs() -> Iterator[InputFolder]:
 
 
 def _name_each(functions: Sequence[Any]) -> dict[str, Any]:
-    """The functions by their names; a later one of the same name has its number in it."""
+    """The functions by their names; a later one of the same name has a number in it."""
     found: dict[str, Any] = {}
     for number, function in enumerate(functions, start=1):
         name = _find_name(function, number)
-        found[f"{name}_{number}" if name in found else name] = function
+        numbered = (f"{name}_{other}" for other in range(number, number + len(functions)))
+        found[next(each for each in (name, *numbered) if each not in found)] = function
     return found
 
 
 def _find_name(function: Any, number: int) -> str:
-    name = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", "")
-    return name if name.isidentifier() else f"function_{number}"
+    return _find_own_name(function) or f"function_{number}"
+
+
+def _find_own_name(function: Any) -> str:
+    """The name of a function; of another object that can be called, its class in snake case; empty for a lambda."""
+    if isinstance(function, partial):
+        return _find_own_name(function.func)
+    name: Any = function.rpartition(":")[2] if isinstance(function, str) else getattr(function, "__name__", None)
+    if not isinstance(name, str) and callable(function):
+        name = _WORD_START.sub("_", type(function).__name__).lower()
+    return name if isinstance(name, str) and name.isidentifier() and not iskeyword(name) else ""
 
 
 def are_texts(rows: Any) -> bool:
