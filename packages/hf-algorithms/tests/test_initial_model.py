@@ -310,7 +310,9 @@ def test_a_made_tokenizer_is_refused_where_the_model_has_another(model, tmp_path
 
 
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
-@pytest.mark.parametrize("value", ["./absent", "/absent", "~/absent", "../absent", "a/b/c", "absent/", "no such"])
+@pytest.mark.parametrize(
+    "value", ["./absent", "/absent", "~/absent", "../absent", "a/b/c", "absent/", "no such", "$DIR/a"]
+)
 def test_path_that_is_absent_is_named_as_a_path(model, tmp_path, monkeypatch, key, value) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {"path": value} if key == "path" else {"path": str(model), "tokenizer": value}
@@ -318,6 +320,7 @@ def test_path_that_is_absent_is_named_as_a_path(model, tmp_path, monkeypatch, ke
         build_initial_model(ModelConfig(**settings), [], directory=tmp_path, seed=0)
     assert str(refused.value).startswith(f"model.{key} = {os.path.expanduser(value)!r}: no such directory")
     assert "hub" not in str(refused.value)
+    assert ("Variables such as $DIR are not replaced in a path" in str(refused.value)) is ("$" in value)
 
 
 @pytest.mark.parametrize("value", ["nowhere", "nobody/nothing"])

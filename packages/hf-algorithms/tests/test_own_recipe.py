@@ -130,6 +130,10 @@ def test_a_recipe_of_ones_own_has_its_own_keys(module: Path, form: str) -> None:
         ({"recipe": "{stem}:MINE", "gamma": 1.0}, r"'algorithm\.gamma': a key of ppo, .* and others, not of this algo"),
         ({"recipe": "{stem}:MINE", "wobble": 1.0}, r"unknown key 'algorithm\.wobble'\. \[algorithm\] has name, recipe"),
         ({"recipe": "{stem}:MINE", "sharpness": "a"}, r"algorithm\.sharpness = 'a': must be a number"),
+        (
+            {"recipe": "$DIR/absent.py:MINE"},
+            r"there is no file .*\. Give .*\. Variables such as \$DIR are not replaced",
+        ),
         ({"recipe": "{stem}:YOURS"}, r"YOURS does not exist in .*\.py\. Use one of MINE, OTHER$"),
         ({"recipe": "{stem}:step"}, r"step is not a Recipe in .*\.py\. Use one of MINE, OTHER$"),
         ({"recipe": "{stem}"}, r"it does not name a recipe\. Write module:RECIPE or file\.py:RECIPE"),

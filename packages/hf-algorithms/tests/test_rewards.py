@@ -219,7 +219,8 @@ def test_a_function_is_found_by_its_file(folder):
     [
         ("my_rewards", "Write module:function"),
         ("my_rewards.py", "Write module:function"),
-        ("other.py:brevity", r"no file 'other.py' in "),
+        ("other.py:brevity", r"no file 'other.py' in .*\. Give the path of a Python file$"),
+        ("$HOME/other.py:brevity", r"no file '\$HOME/other.py' in .* file\. Variables such as \$HOME are not replaced"),
         ("my-rewards.py:brevity", "is not the name of a module. Rename the file"),
         ("my_rewards:", "Write module:function"),
         ("my-rewards:brevity", "Write module:function"),

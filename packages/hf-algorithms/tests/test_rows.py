@@ -82,6 +82,11 @@ def test_a_file_without_permission_is_one_message(tmp_path):
 def test_missing_empty_and_foreign_files_are_one_message(tmp_path):
     with pytest.raises(DataError, match=r"absent.jsonl: no such file"):
         load_rows(tmp_path / "absent.jsonl")
+    for name in ("$HOME/absent.jsonl", "$HOME/*.jsonl"):
+        with pytest.raises(
+            DataError, match=r"\. Data is .*\. Variables such as \$HOME are not replaced in a path, but"
+        ):
+            load_rows(name)
     with pytest.raises(DataError, match="is a directory"):
         load_rows(tmp_path)
     with pytest.raises(DataError, match="has no rows"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_protocols.errors import ConfigError
-from hf_protocols.paths import expand_path, read_path, read_text
+from hf_protocols.paths import expand_path, explain_variables, read_path, read_text
 
 
 def test_the_home_directory_stands_for_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +45,22 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path, make: object, reason: 
     make(tmp_path / "x")  # type: ignore[operator]
     with pytest.raises(ConfigError, match=f"^the plan {tmp_path / 'x'} {reason}"):
         read_text(tmp_path / "x", "the plan", "a plan")
+
+
+def test_variables_in_an_absent_path_are_explained(tmp_path: Path) -> None:
+    """A file that is there may have such a name."""
+    path = tmp_path / "$HOME"
+    says = r"Give the path of a plan\. Variables such as \$HOME are not replaced in a path, but a leading ~ is$"
+    with pytest.raises(ConfigError, match=says):
+        read_text(path, "the plan", "a plan")
+    path.write_text("{}")
+    assert read_text(path, "the plan", "a plan") == "{}"
+
+
+@pytest.mark.parametrize(
+    ("path", "named"),
+    [("$HOME/x", "$HOME"), ("/data/${SPLIT}.jsonl", "${SPLIT}"), ("a$", ""), ("a/$/b", ""), ("~/x", "")],
+)
+def test_only_names_of_variables_are_explained(path: str, named: str) -> None:
+    found = explain_variables(path)
+    assert found.startswith(f". Variables such as {named} are") if named else found == ""

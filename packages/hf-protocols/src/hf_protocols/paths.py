@@ -6,16 +6,18 @@ Nothing here opens a path: `read_text` reads files, and each caller reads its ow
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from hf_protocols.errors import ConfigError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
 from hf_protocols.validation import show
 
-__all__ = ["expand_path", "read_path", "read_text"]
+__all__ = ["expand_path", "explain_variables", "read_path", "read_text"]
 
 _MOST_BYTES = 4095
 _MOST_NAME_BYTES = 255
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -50,6 +52,15 @@ def expand_path(text: str) -> str:
     return path
 
 
+def explain_variables(path: str | Path) -> str:
+    """Returns a sentence, after a full stop, that ends a message about an absent path which has a variable's name.
+
+    It is empty for any other path.
+    """
+    found = _VARIABLE.search(str(path))
+    return f". Variables such as {found[0]} are not replaced in a path, but a leading ~ is" if found else ""
+
+
 def read_path(name: str, text: str) -> str:
     """Returns the expanded path that the key or argument `name` holds.
 
@@ -79,7 +90,8 @@ def read_text(path: Path, what: str, wanted: str) -> str:
             raise ConfigError(f"{what} {path} is not a regular file. Give the path of {wanted}")
         body = path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Give the path of {wanted}") from None
+        hint = explain_variables(path)
+        raise ConfigError(f"{what} {path} cannot be read: {error.strerror}. Give the path of {wanted}{hint}") from None
     if body and (stand_in := describe_stand_in(body[:HEAD_BYTES])) is not None:
         raise ConfigError(f"{what} {path} {stand_in}")
     try:

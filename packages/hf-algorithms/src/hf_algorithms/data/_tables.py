@@ -17,6 +17,7 @@ from hf_algorithms.data._gzip_files import is_gzip, unpack
 from hf_algorithms.data._text_tables import CsvTable, JsonLinesTable, JsonTable
 from hf_protocols.errors import DataError
 from hf_protocols.outer_files import HEAD_BYTES, describe_stand_in
+from hf_protocols.paths import explain_variables
 
 __all__ = ["FORMATS", "Table", "open_table", "open_tables"]
 
@@ -81,7 +82,8 @@ def open_table(path: str | Path) -> Table:
             raise DataError(f"{shown}: is not a regular file. Data is {FORMATS}")
         return _open_file(place, shown)
     except OSError as error:
-        raise DataError(f"{shown}: {(error.strerror or str(error)).lower()}. Data is {FORMATS}") from error
+        hint = explain_variables(shown)
+        raise DataError(f"{shown}: {(error.strerror or str(error)).lower()}. Data is {FORMATS}{hint}") from error
 
 
 def open_tables(path: str | Path) -> Iterator[tuple[str, Table]]:
@@ -98,7 +100,7 @@ def open_tables(path: str | Path) -> Iterator[tuple[str, Table]]:
     if glob.has_magic(shown) and not os.path.exists(shown):
         found = sorted(glob.glob(shown, recursive=True))
     if not found:
-        raise DataError(f"{shown}: no file matches this pattern. Data is {FORMATS}")
+        raise DataError(f"{shown}: no file matches this pattern. Data is {FORMATS}{explain_variables(shown)}")
     for each in found:
         yield each, open_table(each)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from hf_algorithms.data._turns import TurnFormat
 from hf_protocols.errors import ConfigError
+from hf_protocols.paths import explain_variables
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def read_template(value: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ConfigError(
             f"data.chat_template = {show(value)}: cannot be read as a file ({reason}), and is not the text of a "
-            "template, which has {{ or {%. Set it to either"
+            f"template, which has {{{{ or {{%. Set it to either{explain_variables(value)}"
         ) from None
 
 

@@ -13,6 +13,7 @@ from hf_algorithms.recipes._recipe import Recipe
 from hf_algorithms.users_code import describe_raised, find_specs
 from hf_protocols import ConfigError
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.paths import explain_variables
 from hf_protocols.process_lock import ProcessLock
 from hf_protocols.similar_names import describe_choices
 from hf_protocols.validation import show
@@ -48,7 +49,9 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         candidates = [given.resolve(), *(Path(folder, given).resolve() for folder in folders)]
         file = next((each for each in candidates if each.is_file()), candidates[0])
         if not file.is_file():
-            raise ConfigError(f"{label}: there is no file {file}. Give the path of a Python file")
+            raise ConfigError(
+                f"{label}: there is no file {file}. Give the path of a Python file{explain_variables(place)}"
+            )
         folders, place = [str(file.parent)], file.stem
     if not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(f"{label}: {show(place)} is not a module's name. Write module:RECIPE or file.py:RECIPE")

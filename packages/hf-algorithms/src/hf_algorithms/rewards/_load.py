@@ -21,6 +21,7 @@ from hf_algorithms.url_secrets import hide_secrets
 from hf_algorithms.users_code import describe_raised, find_specs
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError
+from hf_protocols.paths import explain_variables
 from hf_protocols.process_lock import ProcessLock
 from hf_protocols.similar_names import find_similar
 from hf_protocols.validation import shorten, show
@@ -95,7 +96,8 @@ def _find_file(name: str, file: Path, folders: list[str]) -> tuple[str, list[str
     found = next((place / file for place in places if (place / file).is_file()), None)
     if found is None:
         where = "" if file.is_absolute() else f" in {', '.join(map(str, places))}"
-        raise ConfigError(f"{show(name)}: no file {show(str(file))}{where}")
+        hint = explain_variables(str(file))
+        raise ConfigError(f"{show(name)}: no file {show(str(file))}{where}. Give the path of a Python file{hint}")
     if not found.stem.isidentifier():
         raise ConfigError(f"{show(name)}: {show(found.name)} is not the name of a module. Rename the file")
     own = str(found.resolve().parent)

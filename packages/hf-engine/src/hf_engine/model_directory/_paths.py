@@ -9,6 +9,7 @@ from pathlib import Path
 from hf_engine.model_directory._borders import one_line
 from hf_protocols.errors import ModelError
 from hf_protocols.foreign_code import raised_as
+from hf_protocols.paths import explain_variables
 from hf_protocols.validation import Checks, show
 
 __all__ = ["find_file", "find_model", "is_hub_name", "label_of"]
@@ -93,7 +94,7 @@ def _refuse_file(path: Path, name: str) -> None:
 def _why_absent(text: str) -> str:
     if text != text.strip():
         return f"no such directory; the value begins or ends with a blank. Did you mean {show(text.strip())}?"
-    return "no such directory"
+    return f"no such directory{explain_variables(text)}"
 
 
 def _fetch(model: str, name: str, patterns: list[str]) -> Path:
