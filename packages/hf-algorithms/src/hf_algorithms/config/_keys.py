@@ -116,7 +116,7 @@ def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
         further = "" if foreign is None else f". The key of {foreign[0]} is {foreign[1]} here"
         return f": a key of {shown}, not of this algorithm. Remove it or change algorithm.name{further}"
     known = (*Config.model_fields, *known_keys)
-    is_ours = any(each.rpartition(".")[2] == name for each in known)
+    is_ours = place.startswith("roles.") or any(each.rpartition(".")[2] == name for each in known)
     foreign = find_foreign(key, known_keys) or (None if is_ours else find_foreign(name, known_keys))
     if foreign is not None:
         return _hint_foreign(*foreign)
