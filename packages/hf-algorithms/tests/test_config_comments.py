@@ -161,7 +161,7 @@ def test_an_algorithm_of_ones_own_is_shown_with_its_docstrings(hybridflow: Comma
     ("arguments", "message"),
     [
         (["--algorithm", "grpoo"], "algorithm.name = 'grpoo': is not an algorithm. Did you mean 'grpo'?"),
-        (["--algorithm", "absent.py:MINE"], "algorithm.recipe = 'absent.py:MINE': there is no file"),
+        (["--algorithm", "absent.py:MINE"], "absent.py does not exist. Give the path of a Python file"),
         (["--set", "run.sead=1"], "unknown key 'run.sead': did you mean 'run.seed'?"),
         (["--set", "run.seed"], "--set 'run.seed'. Write it as section.key=value"),
         (["--algorithm", "grpo", "--set", "algorithm.gamma=1"], "unknown key 'algorithm.gamma'"),

@@ -50,7 +50,7 @@ def load_recipe(reference: str, *, search_path: Sequence[str] = ()) -> Recipe:
         file = next((each for each in candidates if each.is_file()), candidates[0])
         if not file.is_file():
             raise ConfigError(
-                f"{label}: there is no file {file}. Give the path of a Python file{explain_variables(place)}"
+                f"{label}: {file} does not exist. Give the path of a Python file{explain_variables(place)}"
             )
         folders, place = [str(file.parent)], file.stem
     if not all(part.isidentifier() for part in place.split(".")):

@@ -43,8 +43,10 @@ class RopeLimits:
         Raises:
             BatchError: for a row above `longest`.
         """
+        if self.longest is None:
+            return
         tokens = max(lengths, default=0)
-        if self.longest is not None and tokens > self.longest:
+        if tokens > self.longest:
             raise BatchError(
                 f"row {lengths.index(tokens)} has {tokens} tokens, above max_position_embeddings={self.longest}: with "
                 "rope_type='dynamic' the frequencies of longer rows depend on the longest row of a forward pass. Lower "
@@ -61,6 +63,8 @@ class RopeLimits:
         Raises:
             BackendError: for a row that may grow above `longest`, or from one range into another.
         """
+        if self.rope_type is None:
+            return
         for row, prompt in enumerate(lengths):
             whole = prompt + max_new_tokens
             given = f"prompt of row {row} has {prompt} tokens, with max_new_tokens={max_new_tokens} up to {whole}"

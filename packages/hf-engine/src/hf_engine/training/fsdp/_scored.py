@@ -105,6 +105,8 @@ class ScoredBatch(SequenceBatch):
 
     def _check_ranges(self) -> None:
         """Refuses a row whose sides are in different ranges: both are in one forward pass."""
+        if not self.rope_limits.splits:
+            return
         for row, sides in enumerate(zip(*(side.lengths.tolist() for side in self._sides), strict=True)):
             if len({self.rope_limits.range_of(tokens) for tokens in sides}) > 1:
                 split = self.rope_limits.splits[self.rope_limits.range_of(min(sides))]
