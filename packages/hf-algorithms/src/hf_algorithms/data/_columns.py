@@ -13,7 +13,6 @@ __all__ = [
     "ANSWER_COLUMNS",
     "PAIR_PROMPT_COLUMNS",
     "PROMPT_COLUMNS",
-    "SHAREGPT_REMEDY",
     "ColumnMapping",
     "Kind",
     "check_blanks",
@@ -23,8 +22,8 @@ __all__ = [
     "get_field",
     "has_answers_in_chats",
     "is_chat",
-    "is_sharegpt",
     "list_blanks",
+    "refuse_sharegpt",
 ]
 
 PROMPT_COLUMNS = (("prompt", "messages"), ("question", "problem", "query", "instruction", "input"))
@@ -38,10 +37,6 @@ ANSWER_COLUMNS = (
 """Names of an answer's column, in the same order."""
 Kind = Literal["prompts", "chats", "preferences", "texts"]
 """Kind of the rows of a table."""
-
-SHAREGPT_REMEDY = (
-    "Write a field 'messages', whose messages have 'role' and 'content': the role is user for human, assistant for gpt"
-)
 
 _TEXT_COLUMN = "text"
 _ALPACA = frozenset({"instruction", "input"})
@@ -140,7 +135,8 @@ def find_columns(
                 f"{where}: no prompt stands in this row or the next ones: {empty[0]} holds no text, where it is there; "
                 f"the fields are {_list_fields(names)}. Fill it in, or set data.prompt_field"
             )
-        _refuse_sharegpt(records, where)
+        for name, value in (item for record in records for item in record.items()):
+            refuse_sharegpt(value, f"{where}: the messages of field {show(name)}")
         raise DataError(f"{absent.format(f'for the prompt, such as {known}')}. Set data.prompt_field")
     answers = ANSWER_COLUMNS[::-1] if is_learned else ANSWER_COLUMNS
     answer = _choose(records, answer_field, answers, "answer", absent=absent, where=where)
@@ -264,24 +260,26 @@ def _has_text(records: Iterable[Mapping[str, Any]], name: str) -> bool:
     return any(value.strip() if isinstance(value, str) else value != [] for value in values)
 
 
-def _refuse_sharegpt(records: Iterable[Mapping[str, Any]], where: str) -> None:
-    """Refuses chats whose messages have `from` and `value`, by what to write in their place."""
-    for record in records:
-        for name, value in record.items():
-            if is_sharegpt(value):
-                raise DataError(
-                    f"{where}: the messages of field {show(name)} have 'from' and 'value', which are not read. "
-                    f"{SHAREGPT_REMEDY}"
-                )
+def refuse_sharegpt(value: object, label: str, wanted: str = "a field 'messages', whose messages have") -> None:
+    """Refuses a chat whose messages have `from` and `value`, by what to write in its place.
 
+    Args:
+        value: of a field.
+        label: beginning of the message, with the row and the field.
+        wanted: what to write, before the keys of messages.
 
-def is_sharegpt(value: object) -> bool:
-    """True for a list of messages with `from` and `value`."""
-    return (
+    Raises:
+        DataError: for a list of such messages.
+    """
+    if (
         isinstance(value, list | tuple)
-        and bool(value)
+        and value
         and all(isinstance(each, Mapping) and {"from", "value"} <= each.keys() for each in value)
-    )
+    ):
+        raise DataError(
+            f"{label} have 'from' and 'value', which are not read. Write {wanted} 'role' and 'content': the role is "
+            "user for human, assistant for gpt"
+        )
 
 
 def _has_field(record: Mapping[str, Any], field: str) -> bool:

@@ -14,8 +14,8 @@ from hf_algorithms.data._columns import (
     check_blanks,
     find_prompt_of_pairs,
     get_field,
-    is_sharegpt,
     list_blanks,
+    refuse_sharegpt,
 )
 from hf_algorithms.data._file_rows import FileRows, build_order
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
@@ -405,11 +405,7 @@ def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
         check_field(value, name, where)
         return value
     is_chat = isinstance(value, list) and bool(value) and all(isinstance(each, Mapping) for each in value)
-    if is_sharegpt(value):
-        raise DataError(
-            f"{where}: the messages of {name} have 'from' and 'value', which are not read. Write messages with 'role' "
-            "and 'content': the role is user for human, assistant for gpt"
-        )
+    refuse_sharegpt(value, f"{where}: the messages of {name}", "messages with")
     if not is_chat or not all(isinstance(each.get("role"), str) and "content" in each for each in value):
         raise DataError(f"{where}: {name} is neither text nor a list of messages with role and content. Correct it")
     messages = [read_message(each, f"{where}: message {number} of {name}") for number, each in enumerate(value, 1)]

@@ -12,7 +12,6 @@ from typing import Any
 from hf_algorithms.atomic_files import write_text
 from hf_algorithms.data._arrow_tables import Binary
 from hf_algorithms.data._columns import (
-    SHAREGPT_REMEDY,
     ColumnMapping,
     Kind,
     check_blanks,
@@ -20,7 +19,7 @@ from hf_algorithms.data._columns import (
     get_field,
     has_answers_in_chats,
     is_chat,
-    is_sharegpt,
+    refuse_sharegpt,
 )
 from hf_algorithms.data._file_rows import FileRows
 from hf_algorithms.data._json_records import SpelledNumber, describe_json_kind
@@ -264,10 +263,7 @@ def _check_messages(value: object, name: str) -> None:
         return
     if not value:
         raise DataError(f": field {show(name)} is an empty list, which holds no message. Remove the row")
-    if is_sharegpt(value):
-        raise DataError(
-            f": the messages of field {show(name)} have 'from' and 'value', which are not read. {SHAREGPT_REMEDY}"
-        )
+    refuse_sharegpt(value, f": the messages of field {show(name)}")
     if all(isinstance(each, Mapping) for each in value) and not is_chat(value):
         number = next(n for n, each in enumerate(value, start=1) if not isinstance(each.get("role"), str))
         raise DataError(f": message {number} of field {show(name)} has no role. Add one, such as 'user'")
