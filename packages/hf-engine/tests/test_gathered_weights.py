@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_engine import LoraConfig, TrainConfig, load_train_backend
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
-from hf_protocols import ParallelSpec, Topology
+from hf_protocols import BackendError, ParallelSpec, Topology
 
 NUM_ROWS = 5
 CONFIG = TrainConfig(learning_rate=1e-2, shard="root")
@@ -156,7 +156,7 @@ def learn_another(backend, other):
 
 
 def fail(backend, other):
-    with pytest.raises(ValueError, match=r"^a loss that fails"):
+    with pytest.raises(BackendError, match="loss_fn raised ValueError: a loss that fails"):
         backend.forward_backward(rows_of_rank(), raise_error, 10.0)
 
 

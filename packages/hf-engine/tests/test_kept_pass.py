@@ -15,7 +15,7 @@ from hf_engine import HybridEngine, LoraConfig, SamplingParams, TrainConfig, loa
 from hf_engine.testing import write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
 from hf_engine.training.optimizer import local_shard
-from hf_protocols import GenerationSpec, ParallelSpec, Topology
+from hf_protocols import BackendError, GenerationSpec, ParallelSpec, Topology
 
 CONFIG = TrainConfig(learning_rate=1e-2)
 NUM_ROWS = 5
@@ -149,7 +149,7 @@ def offload(counted, batch, other):
 
 
 def fail(counted, batch, other):
-    with pytest.raises(ValueError, match=r"^a loss that fails"):
+    with pytest.raises(BackendError, match="loss_fn raised ValueError: a loss that fails"):
         counted.backend.forward_backward(batch, raise_error, 1.0, temperature=0.7)
 
 

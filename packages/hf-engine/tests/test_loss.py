@@ -22,6 +22,8 @@ def evaluate(answer):
     step = StepLoss(lambda outputs, _: answer(outputs["logprobs"]), sequences, torch.device("cpu"))
     (micro_batch,) = sequences.micro_batches(10)
     step.of(micro_batch, {"logprobs": torch.tensor([[-1.0, -2.0]], requires_grad=True)})
+    if step.error is not None:
+        raise step.error
     return step
 
 
@@ -98,5 +100,5 @@ def test_a_loss_object_is_named_by_its_class():
     row = torch.nested.nested_tensor([torch.tensor([1, 2])], layout=torch.jagged)
     sequences = SequenceBatch(TensorDict({"prompt_ids": row, "response_ids": row}, batch_size=[1]))
     step = StepLoss(OwnLoss(), sequences, torch.device("cpu"))
-    with pytest.raises(BackendError, match=r"^loss_fn OwnLoss gave a loss_sum without gradient"):
-        step.of(next(iter(sequences.micro_batches(4))), {"logprobs": torch.zeros(1, 2, requires_grad=True)})
+    step.of(next(iter(sequences.micro_batches(4))), {"logprobs": torch.zeros(1, 2, requires_grad=True)})
+    assert str(step.error).startswith("loss_fn OwnLoss gave a loss_sum without gradient")

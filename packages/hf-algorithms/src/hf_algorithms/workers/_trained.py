@@ -106,12 +106,12 @@ class TrainedWorker(ModelWorker):
         return metrics
 
     def _telling(self, loss: Callable[..., Any]) -> Callable[..., Any]:
-        """The loss with errors of our tree, which reach all ranks before the ranks wait for each other."""
-        label = f"{self.context.role}.forward_backward"
+        """The loss with errors that say whose it is and where it failed."""
+        role = self.context.role
 
         @functools.wraps(loss, updated=())
         def call(outputs: TensorDict, batch: TensorDict) -> Any:
-            with raised_as(lambda error: BackendError(f"{label}: the loss raised {describe_raised(error)}")):
+            with raised_as(lambda error: BackendError(f"{role}: the loss raised {describe_raised(error)}")):
                 return loss(outputs, batch)
 
         return call
@@ -134,7 +134,7 @@ class TrainedWorker(ModelWorker):
             from hf_algorithms.workers._pretraining import join_pretraining
 
             batch, loss = join_pretraining(batch, loss, held, weight=pretrain_weight * count / learned)
-        metrics = self._train.train_step(batch, loss, count, temperature=temperature, **options)
+        metrics = self._train.train_step(batch, self._telling(loss), count, temperature=temperature, **options)
         return self._name(metrics)
 
     def _options_for(self, loss: object) -> dict[str, bool]:

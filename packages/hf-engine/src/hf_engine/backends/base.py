@@ -168,8 +168,10 @@ class TrainBackend(Protocol):
         Raises:
             BatchError: on every rank, if no rank has a row.
             NonFiniteLossError: as `optim_step` does.
-            BackendError: for a loss without gradient, or metrics of another kind; if another rank failed, died or did
-                not come within the deadline of the process groups, which is that of the default group.
+            BackendError: on every rank, if `loss_fn` raises on any, or returns a loss without gradient or metrics of
+                another kind (an error of HybridFlow is raised itself on its rank); no step is taken then. If another
+                rank failed, died or did not come within the deadline of the process groups, which is that of the
+                default group.
         """
         ...
 

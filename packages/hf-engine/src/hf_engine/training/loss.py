@@ -13,7 +13,8 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_engine.backends.base import LossFunction, Metrics
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, HybridFlowError
+from hf_protocols.foreign_code import Caught
 from hf_protocols.metrics import merge_metrics
 from hf_protocols.validation import show
 
@@ -26,7 +27,8 @@ STEP_METRICS = ("grad_norm", "learning_rate", "skipped_nonfinite", "batch/paddin
 class StepLoss:
     """Calls a loss function on micro-batches and keeps the sums.
 
-    Refuses a result of another type, and a result from which no gradient can be taken.
+    Refuses a result of another type, and a result from which no gradient can be taken. An error does not leave the
+    backward pass, in which the other ranks wait for this one: it is kept, and the loss is zero from then on.
 
     Args:
         loss_fn: see `TrainBackend.train_step`.
@@ -42,16 +44,23 @@ class StepLoss:
         """Sum of the micro-batches' losses so far."""
         self.metrics: Metrics = {}
         """(sum, count) by name."""
+        self.error: HybridFlowError | None = None
+        """The first error of the function or of its results."""
 
     def of(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The loss of a micro-batch, a scalar; a dummy's is zero and keeps the backward pass in step.
+        """The loss of a micro-batch, a scalar. It is zero for a dummy and after an error; the pass goes on.
 
         Args:
             micro_batch: rows of the batch, or a dummy.
             outputs: [b, T] each, by name.
         """
-        if not len(micro_batch.rows):
-            return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
+        if len(micro_batch.rows) and self.error is None:
+            with Caught() as caught:
+                return self._compute(micro_batch, outputs)
+            self.error = _as_ours(caught.error, _name(self._loss_fn))
+        return torch.stack([output.sum() * 0.0 for output in outputs.values()]).sum()
+
+    def _compute(self, micro_batch: MicroBatch, outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         columns = {name: c.to(self._device) for name, c in self._sequences.padded_columns(micro_batch).items()}
         size = [len(micro_batch.rows)]
         label = _name(self._loss_fn)
@@ -77,6 +86,14 @@ def _reaches(loss_sum: torch.Tensor, outputs: Mapping[str, torch.Tensor]) -> boo
             seen.add(node)
             waiting += [before for before, _ in node.next_functions if before is not None]
     return False
+
+
+def _as_ours(error: BaseException | None, label: str) -> HybridFlowError:
+    if isinstance(error, HybridFlowError):
+        return error
+    ours = BackendError(f"{label} raised {type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours
 
 
 def _name(loss_fn: object) -> str:

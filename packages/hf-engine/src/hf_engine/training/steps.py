@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import together
 from hf_engine.backends.base import LossFunction, Metrics, TrainConfig
 from hf_engine.backends.gradients import with_gradients
 from hf_engine.training.loss import StepLoss
 from hf_engine.training.micro_batches import measure_work
 from hf_engine.training.outputs import OutputRequest
 from hf_engine.training.state.backend import KeepsState
-from hf_protocols.errors import BackendError, NonFiniteLossError
+from hf_protocols.errors import BackendError, HybridFlowError, NonFiniteLossError
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -69,6 +70,8 @@ class _Waiting(NamedTuple):
 
     calls: int = 0
     loss: float = 0.0
+    error: HybridFlowError | None = None
+    """An error of this rank's loss function, which the other ranks do not know yet."""
 
 
 class TrainSteps(KeepsState):
@@ -117,7 +120,9 @@ class TrainSteps(KeepsState):
     ) -> Metrics:
         """Adds gradients; see `TrainBackend.forward_backward`."""
         request = OutputRequest(temperature=temperature, entropy=entropy, candidates=candidates)
-        return self._accumulate("forward_backward", batch, loss_fn, denominator, request)
+        metrics = self._accumulate("forward_backward", batch, loss_fn, denominator, request)
+        self._refuse_failed_loss()
+        return metrics
 
     def optim_step(self) -> Metrics:
         """Steps on the gradients that wait; see `TrainBackend.optim_step`."""
@@ -155,12 +160,15 @@ class TrainSteps(KeepsState):
         """Passes the micro-batches forward and backward. The first call of a step starts without gradients."""
 
     @abstractmethod
-    def _measure(self, loss: float) -> tuple[float, float]:
-        """The loss summed over all ranks, and the global norm of the gradients: equal on all of them. Collective."""
+    def _measure(self, loss: float, failed: bool) -> tuple[float, float, bool]:
+        """The loss summed over all ranks, the global norm of the gradients, and whether the loss of any rank failed.
 
-    def _shared(self, loss: StepLoss) -> tuple[float, Metrics]:
-        """Sum and metrics of this rank's rows, where ranks without a loss function have them too."""
-        return loss.total, loss.metrics
+        Equal on all ranks. Collective.
+        """
+
+    def _shared(self, loss: StepLoss) -> tuple[float, Metrics, HybridFlowError | None]:
+        """Sum, metrics and error of this rank's rows, where ranks without a loss function have them too."""
+        return loss.total, loss.metrics, loss.error
 
     @with_gradients()
     def _accumulate(
@@ -174,9 +182,9 @@ class TrainSteps(KeepsState):
             )
             loss = StepLoss(loss_fn, sequences, self._device)
             self._add_gradients(loss, micro_batches, request, denominator, is_first=not waiting.calls)
-            total, metrics = self._shared(loss)
+            total, metrics, error = self._shared(loss)
             on_failure.pop_all()
-        self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total / denominator)
+        self._waiting = _Waiting(waiting.calls + 1, waiting.loss + total / denominator, error)
         return {**metrics, **measure_work(micro_batches)}
 
     def _take_step(self, method: str) -> Metrics:
@@ -187,7 +195,9 @@ class TrainSteps(KeepsState):
                 "Call forward_backward first"
             )
         try:
-            total, grad_norm = self._measure(self._waiting.loss)
+            total, grad_norm, has_failed = self._measure(self._waiting.loss, self._waiting.error is not None)
+            if has_failed:
+                self._refuse_failed_loss()
             problem = self._find_problem(total, grad_norm)
             if problem is not None and self._on_nonfinite == "skip":
                 return {"skipped_nonfinite": (1.0, 1.0)}
@@ -205,6 +215,15 @@ class TrainSteps(KeepsState):
         self._weight_changes += 1
         taken = {"skipped_nonfinite": (0.0, 1.0)} if self._on_nonfinite == "skip" else {}
         return {"grad_norm": (grad_norm, 1.0), "learning_rate": (learning_rate, 1.0), **taken}
+
+    def _refuse_failed_loss(self) -> None:
+        """Raises on every rank, and drops the gradients, if the loss function failed on any rank. Collective."""
+        with ExitStack() as on_failure:
+            on_failure.callback(self._drop_gradients, self._state_optimizer())
+            with together("the gradients are dropped", self._state_group, device=self._device):
+                if self._waiting.error is not None:
+                    raise self._waiting.error
+            on_failure.pop_all()
 
     def _find_problem(self, loss: float, grad_norm: float) -> str | None:
         """Returns why the step is not taken, or None. The numbers are equal on all ranks, so all decide alike."""

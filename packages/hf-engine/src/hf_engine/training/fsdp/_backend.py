@@ -445,7 +445,7 @@ class FsdpBackend(TrainSteps):
             self._free_gathered()
         return agreed.sequences, agreed.micro_batches
 
-    def _measure(self, loss: float) -> tuple[float, float]:
+    def _measure(self, loss: float, failed: bool) -> tuple[float, float, bool]:
         optimizer = require_trainable(self._optimizer, "a step")
-        total, squared_norm = self.sum_over_data([loss, optimizer.squared_grad_norm()])
-        return total, float(squared_norm**0.5)
+        total, squared_norm, failures = self.sum_over_data([loss, optimizer.squared_grad_norm(), float(failed)])
+        return total, float(squared_norm**0.5), failures > 0

@@ -40,7 +40,7 @@ from hf_engine.training.megatron._state import MegatronState
 from hf_engine.training.micro_batches import MicroBatch, SequenceBatch
 from hf_engine.training.outputs import OutputRequest, TokenColumn
 from hf_engine.training.steps import TrainSteps, require_trainable
-from hf_protocols.errors import BackendError
+from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.models import ModelShape
 from hf_protocols.topology import ParallelSpec, Topology
 from hf_protocols.validation import Checks, show
@@ -311,15 +311,18 @@ class MegatronBackend(TrainSteps):
 
         run_backward(self._stage.module, micro_batches, compute_loss, window=self._window, device=self._device)
 
-    def _shared(self, loss: StepLoss) -> tuple[float, Metrics]:
-        shared: tuple[float, Metrics] = self._from_last_stage((loss.total, loss.metrics))
+    def _shared(self, loss: StepLoss) -> tuple[float, Metrics, HybridFlowError | None]:
+        shared: tuple[float, Metrics, HybridFlowError | None] = self._from_last_stage(
+            (loss.total, loss.metrics, loss.error)
+        )
         return shared
 
-    def _measure(self, loss: float) -> tuple[float, float]:
+    def _measure(self, loss: float, failed: bool) -> tuple[float, float, bool]:
         optimizer = require_trainable(self._stage.optimizer, "a step")
         (total,) = self.sum_over_data([loss])
+        (failures,) = sum_over_group([float(failed)], self._world, self._device)  # those of tensor parallelism too
         self._stage.sum_gradients()
-        return total, optimizer.take_gradients()
+        return total, optimizer.take_gradients(), failures > 0
 
     def _require_head(self, head: Head, method: str) -> None:
         if self._head != head:
