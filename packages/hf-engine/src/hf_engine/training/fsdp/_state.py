@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,14 @@ from hf_engine.models.stacked_experts import FileNames, layout_in_files, tensors
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.optimizer import ShardedAdamW, local_shard
+from hf_engine.training.state.description import describe_layout, describe_optimizer
 from hf_engine.training.state.parts import MOMENTS, WEIGHTS, FillPiece, StateParts, StoredPiece
 
 if TYPE_CHECKING:
     from hf_engine.backends.base import Head, TrainConfig
     from hf_protocols.topology import Topology
 
-__all__ = ["FsdpState", "StateFacts", "describe_layout", "describe_optimizer", "digest_base"]
+__all__ = ["FsdpState", "StateFacts", "digest_base"]
 
 
 _CHUNK = 1 << 22
@@ -121,22 +122,6 @@ class FsdpState(StateParts):
 
     def _stored(self, name: str) -> str:
         return self._renamed.get(name, name)
-
-
-def describe_layout(topology: Topology) -> dict[str, Any]:
-    """Sizes and order of a training layout, as JSON."""
-    return {**asdict(topology.train), "order": topology.order}
-
-
-def describe_optimizer(config: TrainConfig) -> dict[str, Any]:
-    """Name and hyperparameters of the optimizer, as JSON."""
-    names = ("learning_rate", "eps", "weight_decay", "warmup_steps", "schedule", "total_steps", "floor")
-    return {
-        "name": "adamw",
-        "betas": list(config.betas),
-        "max_grad_norm": str(config.max_grad_norm),  # infinity is not JSON
-        **{name: getattr(config, name) for name in names},
-    }
 
 
 @torch.no_grad()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from hf_engine.backends.base import TrainConfig
 from hf_engine.resharding.boxes import Box
-from hf_engine.training.fsdp._state import describe_layout, describe_optimizer
 from hf_engine.training.megatron._names import NamedPiece
 from hf_engine.training.megatron._stage import PipelineStage
+from hf_engine.training.state.description import describe_layout, describe_optimizer
 from hf_engine.training.state.parts import MOMENTS, WEIGHTS, FillPiece, StateParts, StoredPiece
 from hf_protocols.topology import Topology
 

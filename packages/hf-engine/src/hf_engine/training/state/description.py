@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hf_engine.resharding.boxes import Box
 from hf_engine.training.state.parts import BUFFERS, MOMENTS, WEIGHTS, StateParts, StateProgress
@@ -13,7 +13,20 @@ from hf_protocols.errors import StateError
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.validation import show
 
-__all__ = ["DESCRIPTION", "SCHEMA", "RankFiles", "StateDescription", "file_name", "key_of"]
+if TYPE_CHECKING:
+    from hf_engine.backends.base import TrainConfig
+    from hf_protocols.topology import Topology
+
+__all__ = [
+    "DESCRIPTION",
+    "SCHEMA",
+    "RankFiles",
+    "StateDescription",
+    "describe_layout",
+    "describe_optimizer",
+    "file_name",
+    "key_of",
+]
 
 SCHEMA = 1
 DESCRIPTION = "state.json"
@@ -28,6 +41,22 @@ def file_name(kind: str, rank: int) -> str:
 def key_of(name: str, box: Box, boxes: tuple[Box, ...]) -> str:
     """Returns a box's name in its file: the parameter's name, with an offset if the rank stores several boxes."""
     return name if len(boxes) == 1 else f"{name}@{','.join(map(str, box.offset))}"
+
+
+def describe_layout(topology: Topology) -> dict[str, Any]:
+    """Sizes and order of a training layout, as JSON."""
+    return {**asdict(topology.train), "order": topology.order}
+
+
+def describe_optimizer(config: TrainConfig) -> dict[str, Any]:
+    """Name and hyperparameters of the optimizer, as JSON."""
+    names = ("learning_rate", "eps", "weight_decay", "warmup_steps", "schedule", "total_steps", "floor")
+    return {
+        "name": "adamw",
+        "betas": list(config.betas),
+        "max_grad_norm": str(config.max_grad_norm),  # infinity is not JSON
+        **{name: getattr(config, name) for name in names},
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
