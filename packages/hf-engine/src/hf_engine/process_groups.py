@@ -22,6 +22,7 @@ __all__ = [
     "default_group",
     "default_timeout",
     "is_alive",
+    "keeping_random_numbers",
     "local_device",
     "local_world_size",
     "rank_in",
@@ -192,6 +193,14 @@ def local_device() -> torch.device:
     device = torch.device("cuda", int(text))
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def keeping_random_numbers() -> Iterator[None]:
+    """Restores the random numbers of the host and of this rank's device after the block."""
+    device = local_device()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
 
 
 def local_world_size(world_size: int) -> int:

@@ -123,14 +123,18 @@ class BatchReader:
     def row_weights(self, expression: Expression, num_rows: int) -> list[float] | None:
         """Tokens per row over all jagged columns, equal lengths counted once; None without jagged columns."""
         located = self._locate(expression, RowSelection.range(0, num_rows), expression.columns(self.extents))
-        seen: dict[tuple[tuple[Shard, int | None], ...], torch.Tensor] = {}
+        seen: set[tuple[tuple[Shard, int | None], ...]] = set()
+        distinct: list[torch.Tensor] = []
         for taken in located.values():
             key = tuple((each.shard, each.column.lengths) for each in taken)
             if key in seen or any(position is None for _, position in key):
                 continue
+            seen.add(key)
             assembly = Assembly([Part(number, each.rows) for number, each in enumerate(taken)])
-            seen[key] = assembly.build_dense(self._holder.lengths(taken))
-        return torch.stack(list(seen.values())).sum(0, dtype=torch.float64).tolist() if seen else None
+            lengths = assembly.build_dense(self._holder.lengths(taken))
+            if not any(torch.equal(lengths, other) for other in distinct):  # calls answer with columns of equal lengths
+                distinct.append(lengths)
+        return torch.stack(distinct).sum(0, dtype=torch.float64).tolist() if distinct else None
 
     def written_columns(self) -> list[str]:
         """Columns that were written in place since they were read, though others share their memory."""
@@ -277,7 +281,9 @@ class ShardCache:
 
     def lengths(self, wanted: Sequence[ColumnRead]) -> list[torch.Tensor]:
         """Returns the tokens per row of each one's shard; of shards on other machines nothing else is fetched."""
-        far = [each for each in wanted if each.shard not in self._whole and self._store.is_far(each.shard.origin)]
+        far = dict.fromkeys(
+            each for each in wanted if each.shard not in self._whole and self._store.is_far(each.shard.origin)
+        )
         self._fetch([each.shard for each in wanted if each not in far], {})
         requests = [SliceRequest((), RowSelection.range(0, each.shard.num_rows), (_lengths_of(each),)) for each in far]
         handles = [self._store.request(each.shard, request) for each, request in zip(far, requests, strict=True)]

@@ -23,6 +23,7 @@ from hf_engine.models.adapter_rules import add_adapters_apart
 from hf_engine.models.causal_lm import build_without_memory, find_head_name, load_causal_lm, save_causal_lm
 from hf_engine.models.classifier import build_classifier_without_memory, has_classifier, load_classifier
 from hf_engine.models.defaults import torch_defaults
+from hf_engine.process_groups import keeping_random_numbers
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
 from hf_protocols.similar_names import find_similar
@@ -194,7 +195,7 @@ def adapters_off(model: Any) -> Iterator[None]:
 def dropping_inputs(model: Any, *, seed: int) -> Iterator[None]:
     """Within the block adapters drop inputs at random, from a seed; the rest of the model drops nothing."""
     dropouts = [layer.lora_dropout for layer in _layers(model)]
-    with torch.random.fork_rng():
+    with keeping_random_numbers():
         torch.manual_seed(seed)
         try:
             for each in dropouts:

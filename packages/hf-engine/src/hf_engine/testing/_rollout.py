@@ -170,7 +170,9 @@ class _RolloutLaws:
     def check_no_rows(self) -> None:
         batch = self._backend.generate(self._prompts[:0], SamplingParams(max_new_tokens=2, n=2))
         assert len(batch) == 0, f"{len(batch)} responses to no prompts"
-        assert set(batch.keys()) == set(self._backend.generate(self._prompts, SamplingParams(max_new_tokens=2)).keys())
+        some = self._backend.generate(self._prompts, SamplingParams(max_new_tokens=2))
+        found, wanted = _dtypes_of(batch), _dtypes_of(some)
+        assert found == wanted, f"without prompts the columns are {found}, with prompts {wanted}"
 
     def check_long_prompt(self, max_positions: int) -> None:
         room = max_positions - max(len(row) for row in rows_of(self._prompts["prompt_ids"]))
@@ -352,3 +354,11 @@ class _RolloutLaws:
 
 def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _dtypes_of(batch: TensorDict) -> dict[str, list[torch.dtype]]:
+    """The dtypes of each column, and of the offsets of a jagged one."""
+    return {
+        str(name): [column.dtype, *([column.offsets().dtype] if column.is_nested else [])]
+        for name, column in batch.items()
+    }

@@ -273,8 +273,8 @@ class ServerBackend:
         return build_responses(
             torch.tensor([token for sample in samples for token in sample.token_ids], dtype=torch.int64),
             torch.tensor([logprob for sample in samples for logprob in sample.logprobs], dtype=torch.float32),
-            torch.tensor([len(sample.token_ids) for sample in samples]),
-            torch.tensor([STOP if sample.is_stopped else LENGTH for sample in samples]),
+            torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
+            torch.tensor([STOP if sample.is_stopped else LENGTH for sample in samples], dtype=torch.int64),
             n=sampling.n,
             version=self._state.version,
         )

@@ -303,8 +303,8 @@ class SglangBackend:
         return build_responses(
             torch.tensor([token for ids, _, _ in samples for token in ids], dtype=torch.int64),
             torch.tensor([logprob for _, logprobs, _ in samples for logprob in logprobs], dtype=torch.float32),
-            torch.tensor([len(ids) for ids, _, _ in samples]),
-            torch.tensor([STOP if reason == "stop" else LENGTH for _, _, reason in samples]),
+            torch.tensor([len(ids) for ids, _, _ in samples], dtype=torch.int64),
+            torch.tensor([STOP if reason == "stop" else LENGTH for _, _, reason in samples], dtype=torch.int64),
             n=sampling.n,
             version=self._state.version,
         )

@@ -33,7 +33,7 @@ from hf_engine.models.conversions import find_buffer_owners, persistent_buffers,
 from hf_engine.models.lora import check_model_adapters, named_parameters
 from hf_engine.models.rope import find_rope_limits
 from hf_engine.models.stacked_experts import layout_in_files, tensors_in_files
-from hf_engine.process_groups import build_groups, local_device, sum_over_group
+from hf_engine.process_groups import build_groups, keeping_random_numbers, local_device, sum_over_group
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout, fsdp_layout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
@@ -136,7 +136,7 @@ class FsdpBackend(TrainSteps):
         check_data_parallel("fsdp", topology.train)
         dtype = torch.float32 if trainable else getattr(torch, config.dtype)
         kind = cls if config.lora is None else cls._adapted_kind
-        with together("nothing was loaded"), torch.random.fork_rng():
+        with together("nothing was loaded"), keeping_random_numbers():
             loaded, _ = load_with_head(model, dtype, head, config.lora, seed)
             choose_attention(loaded, config.attn_implementation, local_device())
         if not trainable:

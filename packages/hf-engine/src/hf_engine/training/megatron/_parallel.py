@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_engine.process_groups import default_timeout, wait_for_connections
+from hf_engine.process_groups import default_timeout, keeping_random_numbers, wait_for_connections
 from hf_engine.training.megatron._core import model_parallel_cuda_manual_seed, parallel_state
 from hf_protocols.errors import BackendError, TopologyError
 from hf_protocols.topology import Axis, Coordinate, Order, ParallelSpec, Topology
@@ -142,8 +142,7 @@ def _initialize(topology: Topology, seed: int) -> None:
     )
     wait_for_connections()
     _check_groups(topology)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices=devices):
+    with keeping_random_numbers():
         model_parallel_cuda_manual_seed(seed)
 
 
