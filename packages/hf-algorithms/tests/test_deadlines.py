@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from hf_algorithms.config import parse_config
+from hf_algorithms.run import evaluations
 from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
+from hf_controller import InProcessExecutor
 from hf_protocols import ConfigError
 
 BODY = {"data": {"train": "rows.jsonl"}}
@@ -33,3 +38,23 @@ PHASES = ("start", "generate", "score", "logprobs", "train", "sync", "evaluate",
 def test_deadlines_are_seconds(value):
     with pytest.raises(ConfigError, match=r"deadlines\.train_s"):
         parse_config({**BODY, "deadlines": {"train_s": value}})
+
+
+def test_a_set_of_a_supervised_run_has_the_deadline_of_evaluations(monkeypatch):
+    config = parse_config({**BODY, "deadlines": {"evaluate_s": 7.0}})
+    held = []
+
+    def evaluate_set(*_: Any, executor: Any, **__: Any) -> Any:
+        held.append(executor._phase_deadline)
+        return SimpleNamespace(to_metrics=dict)
+
+    monkeypatch.setattr(evaluations, "evaluate_set", evaluate_set)
+    monkeypatch.setattr(evaluations.RunEvaluations, "_find_scorer", lambda *_: None)
+    due = SimpleNamespace(
+        config=SimpleNamespace(name="test", every=None), data=None, build_sampling=lambda *_, **__: None
+    )
+    inputs = SimpleNamespace(evaluations=[due], turns=None, stop_ids=())
+    with InProcessExecutor() as executor:
+        roles = SimpleNamespace(having=lambda method: None)
+        evaluations.RunEvaluations(config, inputs, executor, roles).evaluate_due(1, is_last=True)
+    assert held == [(7.0, "deadlines.evaluate_s")]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_engine import LOGPROB_BOUNDS, check_logprobs, measure_logprob_gap
+from hf_engine import LOGPROB_BOUNDS, check_logprobs, find_coarsest, measure_logprob_gap
 from hf_protocols import ReshardError
 
 
@@ -37,6 +37,20 @@ def judge(rollout, recomputed, dtype, refused):
         check_logprobs(rollout, recomputed, dtype=dtype)
 
 
+@pytest.mark.parametrize(("tokens", "temperature", "factor"), [(64, 0.1, 10.0), (64, 2.0, 1.0), (8, 1.0, 8.0)])
+def test_the_bound_of_the_mean_depends_on_temperature_and_tokens(tokens, temperature, factor):
+    bound = LOGPROB_BOUNDS["bfloat16"][0] * factor
+    zeros = torch.zeros(tokens, dtype=torch.float64)
+    found = check_logprobs(zeros + bound * 0.99, zeros, dtype="bfloat16", temperature=temperature)
+    assert found.num_tokens == tokens
+    with pytest.raises(ReshardError, match=f"bound {bound:g}"):
+        check_logprobs(zeros + bound * 1.01, zeros, dtype="bfloat16", temperature=temperature)
+
+
+def test_the_coarsest_dtype_has_the_largest_bounds():
+    assert find_coarsest(("float32", "bfloat16", "float16")) == "bfloat16"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])
 def test_what_is_not_finite_is_refused(value):
     with pytest.raises(ReshardError, match="inf at most"):
@@ -62,6 +76,7 @@ NAN = float("nan")
         ({"bounds": ()}, r"bounds=\(\). Use two numbers"),
         ({"bounds": 3}, "bounds=3. Use two numbers"),
         ({"dtype": "float8"}, "dtype='float8' is not one of 'float64', 'float32', 'float16', 'bfloat16'"),
+        ({"temperature": 0.0}, "temperature=0.0 must be a finite number above 0"),
         ({"dtype": []}, r"dtype=\[\] is not one of"),
     ],
 )

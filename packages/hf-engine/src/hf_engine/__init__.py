@@ -40,7 +40,13 @@ from hf_engine.backends import (
     load_train_backend,
 )
 from hf_engine.hybrid_engine.hybrid_engine import HybridEngine
-from hf_engine.hybrid_engine.logprob_check import LOGPROB_BOUNDS, LogprobGap, check_logprobs, measure_logprob_gap
+from hf_engine.hybrid_engine.logprob_check import (
+    LOGPROB_BOUNDS,
+    LogprobGap,
+    check_logprobs,
+    find_coarsest,
+    measure_logprob_gap,
+)
 from hf_engine.hybrid_engine.transitions import Transition, TransitionMemory
 from hf_engine.hybrid_engine.weight_sync import WeightSync
 from hf_engine.models.adapter_rules import find_merging_reason
@@ -113,6 +119,7 @@ __all__ = [
     "derive_shape",
     "draw_uniforms",
     "execute_reshard",
+    "find_coarsest",
     "find_merging_reason",
     "fsdp_layout",
     "generation_layout",

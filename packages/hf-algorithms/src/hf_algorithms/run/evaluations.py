@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.evaluation.responses import ResponseScorer, name_metrics
 from hf_algorithms.evaluation.sets import evaluate_set
+from hf_algorithms.run.deadlines import evaluation_deadline
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -49,16 +50,17 @@ class RunEvaluations:
         for each in self.inputs.evaluations:
             if not is_last and iteration % (each.config.every or self.config.run.eval_every):
                 continue
-            result = evaluate_set(
-                each.config.name,
-                each.data,
-                executor=self.executor,
-                group=self.roles.having("generate_sequences"),
-                turns=self.inputs.turns,
-                sampling=each.build_sampling(self.config, stop_ids=self.inputs.stop_ids),
-                scorer=self._find_scorer(each),
-                keep=samples.extend,
-            )
+            with self.executor.deadline(evaluation_deadline(self.config)):
+                result = evaluate_set(
+                    each.config.name,
+                    each.data,
+                    executor=self.executor,
+                    group=self.roles.having("generate_sequences"),
+                    turns=self.inputs.turns,
+                    sampling=each.build_sampling(self.config, stop_ids=self.inputs.stop_ids),
+                    scorer=self._find_scorer(each),
+                    keep=samples.extend,
+                )
             metrics |= result.to_metrics()
         return metrics, samples
 

@@ -209,7 +209,9 @@ class _Run:
             if first > last:  # it resumed with nothing left to do: `model/` may be of any iteration
                 self._commit_model(last)
             self._summary["score_after"] = self._evaluate("test", self._config.run.iterations)
-            if (divergence := measure_divergence(self._roles, self._test, self._sampling(0))) is not None:
+            with self._executor.deadline(evaluation_deadline(self._config)):
+                divergence = measure_divergence(self._roles, self._test, self._sampling(0))
+            if divergence is not None:
                 self._summary["kl_to_reference"] = divergence
 
     def _start(self, resume: Resumption | None, record: Callable[[], None]) -> None:
@@ -338,8 +340,7 @@ class _Run:
         if is_evaluated:
             metrics[f"eval/validation/{self._metric}"] = self._evaluate("validation", iteration)
             self._commit_model(iteration)
-        with self._executor.deadline(evaluation_deadline(config)):
-            found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
+        found, shown = self._evaluations.evaluate_due(iteration, is_last=is_last)
         metrics |= found
         self._directory.append_samples(iteration, shown)
         samples = config.rollout.batch_size * config.rollout.samples_per_prompt

@@ -21,6 +21,7 @@ from hf_engine import (
     SupportsAdapters,
     SupportsWeightBuffers,
     check_logprobs,
+    find_coarsest,
     load_rollout_backend,
     measure_logprob_gap,
 )
@@ -79,7 +80,9 @@ class ActorWorker(PolicyWorker):
         )
         self._rest()
         # The dtype whose bounds apply to an engine with weights that cannot be read.
-        self._dtype = self._coarser_dtype()
+        self._dtype = find_coarsest(
+            (self._train.compute_dtype, self._engine.plan.source.dtype, self._engine.plan.target.dtype)
+        )
         self._judged_dtype = None if isinstance(generator, SupportsWeightBuffers) else self._dtype
         self._sampled: tuple[int, float] | None = None
         self._directory, self._num_draws = model, 0
@@ -252,11 +255,8 @@ class ActorWorker(PolicyWorker):
         ):
             is_trained = pad_rows(batch["response_mask"]).bool()
             # Observation tokens were not sampled.
-            check_logprobs(*(pad_rows(each)[is_trained] for each in (sampled, recomputed)), dtype=self._judged_dtype)
-
-    def _coarser_dtype(self) -> str:
-        dtypes = (self._train.compute_dtype, self._engine.plan.source.dtype, self._engine.plan.target.dtype)
-        return max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
+            columns = [pad_rows(each)[is_trained] for each in (sampled, recomputed)]
+            check_logprobs(*columns, dtype=self._judged_dtype, temperature=temperature)
 
 
 def _number_samples(prompts: TensorDict, samples_per_prompt: int) -> torch.Tensor:

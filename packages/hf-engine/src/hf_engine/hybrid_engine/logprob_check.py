@@ -7,7 +7,7 @@ computes, up to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks, show
 
-__all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "measure_logprob_gap"]
+__all__ = ["LOGPROB_BOUNDS", "LogprobGap", "check_logprobs", "find_coarsest", "measure_logprob_gap"]
 
 _check = Checks(ReshardError)
 
@@ -27,9 +27,11 @@ LOGPROB_BOUNDS: Mapping[str, tuple[float, float]] = {
 }
 """Largest mean and largest single |difference|, in nats, by the coarser dtype of the two engines.
 
-Two engines differ by about 1e-5 in float32 and by 0.01 to 0.05 in bfloat16, single tokens by more; unrelated weights
-differ by about 1 and up.
+They hold at temperature 1. Two engines differ by about 1e-5 in float32 and by 0.01 to 0.05 in bfloat16, single tokens
+by more; unrelated weights differ by about 1 and up.
 """
+_SURE_TOKENS = 64
+"""The mean of fewer tokens may be larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +61,40 @@ def measure_logprob_gap(rollout: torch.Tensor, recomputed: torch.Tensor) -> Logp
     return LogprobGap(mean=float(gaps.mean()), max=float(gaps.max()), num_tokens=len(gaps))
 
 
+def find_coarsest(dtypes: Iterable[str]) -> str:
+    """Returns the dtype with the largest bounds, of some names of `LOGPROB_BOUNDS`."""
+    return max(dtypes, key=lambda dtype: LOGPROB_BOUNDS[dtype])
+
+
 def check_logprobs(
-    rollout: torch.Tensor, recomputed: torch.Tensor, *, dtype: str, bounds: tuple[float, float] | None = None
+    rollout: torch.Tensor,
+    recomputed: torch.Tensor,
+    *,
+    dtype: str,
+    temperature: float = 1.0,
+    bounds: tuple[float, float] | None = None,
 ) -> LogprobGap:
     """Refuses samples that the training weights do not explain.
+
+    Logits differ by rounding, which the temperature divides: below 1 the bounds are divided by it too. The bound of the
+    mean grows below 64 tokens, because the mean of a few is less sure than that of many.
 
     Args:
         rollout: the sampler's log-probs, jagged [B, T].
         recomputed: the training backend's, of the same tokens at the same temperature.
         dtype: the coarser dtype of the two engines, by torch's name; chooses the bounds.
-        bounds: largest mean and largest single difference in nats, instead of `LOGPROB_BOUNDS`.
+        temperature: of both log-probs, above 0.
+        bounds: largest mean and largest single difference in nats, which do not change with temperature and tokens.
 
     Raises:
         ReshardError: with both figures and their bounds; for bounds that are not two numbers of at least 0.
     """
-    mean, largest = _bounds(dtype, bounds)
+    _check.number("temperature", temperature)
     gap = measure_logprob_gap(rollout, recomputed)
+    mean, largest = _bounds(dtype, bounds)
+    if bounds is None:
+        mean, largest = (bound / min(1.0, temperature) for bound in (mean, largest))
+        mean *= max(1.0, _SURE_TOKENS / max(1, gap.num_tokens))
     if gap.mean > mean or gap.max > largest:
         raise ReshardError(
             f"the engine's log-probs are not those of the training weights: over {gap.num_tokens} tokens they "

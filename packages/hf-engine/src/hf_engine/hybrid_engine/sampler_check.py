@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hf_engine.agreement import together
 from hf_engine.backends.base import SamplingParams, TrainBackend
 from hf_engine.backends.jagged import Ragged
-from hf_engine.hybrid_engine.logprob_check import LOGPROB_BOUNDS, check_logprobs
+from hf_engine.hybrid_engine.logprob_check import check_logprobs, find_coarsest
 from hf_protocols.errors import BatchError, ReshardError
 from hf_protocols.topology import Topology
 
@@ -52,7 +52,7 @@ class SamplerCheck:
 
     def __init__(self, train: TrainBackend, topology: Topology, dtypes: Iterable[str]) -> None:
         self._train, self._topology = train, topology
-        self._dtype = max((train.compute_dtype, *dtypes), key=lambda dtype: LOGPROB_BOUNDS[dtype])
+        self._dtype = find_coarsest((train.compute_dtype, *dtypes))
         self._samples: list[_Sample] = []
         self._first = self._now = train.weight_changes
         self._last: int | None = None
@@ -117,10 +117,7 @@ class SamplerCheck:
         temperature, sampled = samples[0].temperature, torch.cat([one.logprobs[one.is_sampled] for one in samples])
         found = self._train.compute_logprobs(batch, temperature=temperature)["logprobs"].values().cpu()
         found = found[torch.cat([one.is_sampled for one in samples])]
-        # Logits differ by rounding, which the temperature divides; the mean of a few is less sure than that of many.
-        mean, largest = (bound / min(1.0, temperature) for bound in LOGPROB_BOUNDS[self._dtype])
-        bounds = (mean * max(1.0, _NUM_TOKENS / max(1, len(sampled))), largest)
-        return partial(check_logprobs, sampled, found, dtype=self._dtype, bounds=bounds)
+        return partial(check_logprobs, sampled, found, dtype=self._dtype, temperature=temperature)
 
 
 def _first_of(column: Ragged, row: int, most: int | None = None) -> torch.Tensor:
