@@ -222,7 +222,8 @@ def test_weights_are_tokens_with_equal_lengths_counted_once():
     assert reader.row_weights(tree, 3) == [4 + 2, 0, 3 + 2]  # tokens and vectors agree; other has every second one
     assert reader.row_weights(Select(tree, ("row",)), 3) is None
     answers = Leaf(split(batch([4, 0, 3]), [[0, 1], [2]]))  # of another call
-    joined = Union(Select(tree, ("row", "tokens", "other")), Rename(Select(answers, ("tokens",)), (("tokens", "scores"),)))
+    scores = Rename(Select(answers, ("tokens",)), (("tokens", "scores"),))
+    joined = Union(Select(tree, ("row", "tokens", "other")), scores)
     reader.look_up([joined])
     assert reader.row_weights(joined, 3) == [4 + 2, 0, 3 + 2]
 

@@ -58,7 +58,8 @@ def list_extras():
     found = tomllib.loads(PROJECT.read_text())["project"]["optional-dependencies"]
     names = {extra: [re.split(r"[<>=\[]", each)[0] for each in listed] for extra, listed in found.items()}
     modules = {extra: {MODULES.get(name, name) for name in listed} for extra, listed in names.items()}
-    return {extra: each | set(TRANSFORMERS_BRINGS) if "transformers" in each else each for extra, each in modules.items()}
+    brought = set(TRANSFORMERS_BRINGS)
+    return {extra: each | brought if "transformers" in each else each for extra, each in modules.items()}
 
 
 def run_with_extra(extra, source, *arguments):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import build_groups
-from hf_engine.process_groups import default_timeout, is_alive, local_device, local_world_size, world_group
+from hf_engine.process_groups import default_timeout, find_machines, is_alive, local_device, world_group
 from hf_protocols import ParallelSpec, Topology, TopologyError
 
 
@@ -68,15 +68,35 @@ def test_without_cuda_a_rank_is_on_the_cpu():
     assert local_device().type == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_ranks_of_a_machine_are_a_number(monkeypatch):
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert local_world_size(6) == 6
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert local_world_size(6) == 2
-    for wrong in ("two", "0", "-1", "", "1.5"):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", wrong)
-        with pytest.raises(TopologyError, match=f"LOCAL_WORLD_SIZE='{wrong}': torchrun sets it"):
-            local_world_size(6)
+def find_machines_of_two():
+    """Ranks 0 and 2 are on one machine, by what they say."""
+    machine = f"machine-{dist.get_rank() % 2}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("socket.gethostname", lambda: machine)
+        return find_machines()
+
+
+def test_ranks_of_a_machine_have_its_name(ranks3):
+    assert ranks3.run(find_machines_of_two) == [[[0, 2], [1]]] * 3
+
+
+def choose_devices():
+    """With CUDA as torch would say, a rank of a gloo group is on the host, and one of another group on its device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "device_count", lambda: 4)
+        patch.setattr(torch.cuda, "current_device", lambda: 3)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.delenv("LOCAL_RANK", raising=False)
+        over_gloo = [str(local_device()), str(local_device(dist.new_group([0, 1, 2])))]
+        patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        current = str(local_device())
+        patch.setenv("LOCAL_RANK", str(dist.get_rank()))
+        return [*over_gloo, current, str(local_device())]
+
+
+def test_a_rank_is_on_the_device_that_its_group_reaches(ranks3):
+    assert ranks3.run(choose_devices) == [["cpu", "cpu", "cuda:3", f"cuda:{rank}"] for rank in range(3)]
 
 
 def test_a_rank_has_a_device_of_its_machine(monkeypatch):

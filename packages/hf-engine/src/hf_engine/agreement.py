@@ -56,7 +56,7 @@ def together(
         outcome: of a mistake, for its message: `"nothing was loaded"`.
         group: the ranks that act together next; None is the default group.
         error: raised on the ranks that made no mistake.
-        device: where the group communicates; None: this rank's own.
+        device: where the group communicates; None: see `local_device`.
         ranks: names of the group's ranks in its order; None: their global ranks.
 
     Raises:
@@ -69,7 +69,7 @@ def together(
     refusal = caught.error
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
     pairs = [(number, number), (agreement.lowest, agreement.highest)]
-    found = spread(pairs, group, local_device() if device is None else device)
+    found = spread(pairs, group, local_device(group) if device is None else device)
     (lowest, highest), (agreement.lowest, agreement.highest) = found
     if highest == HIGHEST:
         _refuse(refusal, group, dist.get_process_group_ranks(group) if ranks is None else ranks, error, outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,10 +22,10 @@ __all__ = [
     "build_groups",
     "default_group",
     "default_timeout",
+    "find_machines",
     "is_alive",
     "keeping_random_numbers",
     "local_device",
-    "local_world_size",
     "rank_in",
     "require_process_group",
     "sum_over_group",
@@ -176,15 +177,23 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
-def local_device() -> torch.device:
-    """The device of this rank: the CUDA device numbered LOCAL_RANK, made the current one, else the CPU.
+def local_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """The device of this rank in a group, whose communication it can take part in.
+
+    It is the host without CUDA, or where the group communicates over gloo alone. Else it is the CUDA device numbered
+    LOCAL_RANK, which becomes the current one; without that variable, the current one.
+
+    Args:
+        group: None is the default group. Without one the device is that of a group that communicates over NCCL.
 
     Raises:
         TopologyError: where the variable holds no number of a device.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or _is_on_hosts(group):
         return torch.device("cpu")
-    text, count = os.environ.get("LOCAL_RANK", "0"), torch.cuda.device_count()
+    text, count = os.environ.get("LOCAL_RANK"), torch.cuda.device_count()
+    if text is None:
+        return torch.device("cuda", torch.cuda.current_device())
     if not text.isdecimal() or int(text) >= count:
         raise TopologyError(
             f"LOCAL_RANK={show(text)}: torchrun sets it to the rank's number on its machine, which has {count} CUDA "
@@ -195,6 +204,14 @@ def local_device() -> torch.device:
     return device
 
 
+def _is_on_hosts(group: dist.ProcessGroup | None) -> bool:
+    """True for a group that communicates over gloo alone, which has a backend for each kind of device."""
+    if not dist.is_initialized():
+        return False
+    backends = dist.get_backend_config(group).split(",")
+    return {each.rpartition(":")[2] for each in backends} == {"gloo"}
+
+
 @contextmanager
 def keeping_random_numbers() -> Iterator[None]:
     """Restores the random numbers of the host and of this rank's device after the block."""
@@ -203,19 +220,17 @@ def keeping_random_numbers() -> Iterator[None]:
         yield
 
 
-def local_world_size(world_size: int) -> int:
-    """Ranks of one machine, as torchrun says in LOCAL_WORLD_SIZE; all `world_size` ranks where nothing says so.
+def find_machines(group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Returns the ranks of a group that share a machine, for each machine, by their numbers in the group. Collective.
 
-    Raises:
-        TopologyError: where the variable holds no number of ranks.
+    Ranks with one host name are on one machine.
     """
-    text = os.environ.get("LOCAL_WORLD_SIZE", str(world_size))
-    if not text.isdecimal() or int(text) < 1:
-        raise TopologyError(
-            f"LOCAL_WORLD_SIZE={show(text)}: torchrun sets it to the number of ranks on a machine. Use a whole number "
-            "of at least 1, or unset it where all ranks are on one"
-        )
-    return int(text)
+    names: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    machines: dict[str, list[int]] = {}
+    for rank, name in enumerate(names):
+        machines.setdefault(name, []).append(rank)
+    return [*machines.values()]
 
 
 def wait_for_device() -> None:

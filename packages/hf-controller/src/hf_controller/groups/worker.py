@@ -166,6 +166,7 @@ class WorkerSpec:
             `MASTER_PORT` are set there as torchrun does, and refused here. `OMP_NUM_THREADS`, here or in the program's
             environment, is the number of torch's threads in a rank. By default ranks on CPUs divide the cores of their
             machine among those of their pool, and ranks with a GPU or without a process group have one thread.
+            Ranks on CPUs that have a process group see no GPU, unless `CUDA_VISIBLE_DEVICES` is set here.
         balance_tokens: give ranks rows of equal token sums, where a protocol splits rows. The number of rows per rank
             still differs by at most one, and results come back in their logical order.
 

@@ -371,8 +371,8 @@ class ProbeWorker(DeclaringWorker):
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def environment(self) -> dict[str, str]:
-        """The variables that torchrun would set, and the probe's own."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PROBE")
+        """The variables that torchrun would set, the GPUs that are seen, and the probe's own."""
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "CUDA_VISIBLE_DEVICES", "PROBE")
         return {name: os.environ[name] for name in names if name in os.environ}
 
     @register(protocol=THREE_D, returns="metrics")

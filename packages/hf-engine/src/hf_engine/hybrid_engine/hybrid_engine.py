@@ -31,7 +31,7 @@ from hf_engine.hybrid_engine.transitions import (
     WeightNeed,
     WeightTransition,
 )
-from hf_engine.process_groups import build_groups, local_device, local_world_size
+from hf_engine.process_groups import build_groups, find_machines, local_device
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
     Weights,
@@ -347,10 +347,11 @@ def _agree_on_plan(
     verify_transfers: bool,
 ) -> ReshardPlan:
     """The plan between two backends that fit each other; where they do not on one rank, an error on all."""
+    machines = find_machines()
     with together("no plan was made") as agreement:
         _check.kind("verify_transfers", verify_transfers, bool, "True or False")
         agreement.number = zlib.crc32(repr((training_weights, bucket_bytes, verify_transfers)).encode())
-        plan = _plan_between(train, rollout, topology, training_weights)
+        plan = _plan_between(train, rollout, topology, training_weights, machines)
         check_bucket_bytes(bucket_bytes, plan.target)
     if not agreement.is_alike:
         raise BackendError(
@@ -360,14 +361,17 @@ def _agree_on_plan(
     ((lowest, highest),) = spread([(plan.digest % HIGHEST, plan.digest % HIGHEST)], None, local_device())
     if lowest != highest:
         raise BackendError(
-            "the ranks have different plans. Build their backends with the same model, topology and dtype, and set "
-            "LOCAL_WORLD_SIZE alike on all"
+            "the ranks have different plans. Build their backends with the same model, topology and dtype"
         )
     return plan
 
 
 def _plan_between(
-    train: TrainBackend, rollout: RolloutBackend, topology: Topology, training_weights: str | None
+    train: TrainBackend,
+    rollout: RolloutBackend,
+    topology: Topology,
+    training_weights: str | None,
+    machines: Sequence[Sequence[int]],
 ) -> ReshardPlan:
     if not callable(getattr(train, "local_weights", None)):
         raise BackendError(f"train={show(train)}. Use a training backend")
@@ -381,7 +385,7 @@ def _plan_between(
     if training_weights not in (None, "move", "keep", "offload"):
         raise BackendError(f'training_weights={show(training_weights)}. Use "move", "keep", "offload" or None')
     source, target = train.weight_layout(), rollout.weight_layout()
-    plan = plan_reshard(source, target, near=[_micro_dp(topology), _machines(topology.world_size)])
+    plan = plan_reshard(source, target, near=[_micro_dp(topology), machines])
     if plan.ranks != tuple(range(topology.world_size)):
         raise BackendError(f"the two backends are on the ranks {plan.ranks}, the topology has {topology.world_size}")
     if training_weights == "move" and source.dtype != target.dtype:
@@ -411,12 +415,6 @@ def _check_buffers(train: TrainBackend, rollout: RolloutBackend) -> None:
             f"the two backends hold other buffers, such as {show(differing[0])}. Build both with the same model, and "
             "with backends that hold its buffers, such as fsdp and transformers"
         )
-
-
-def _machines(world_size: int) -> Sequence[range]:
-    """The ranks of every machine, as torchrun numbers them; one machine where nothing says how many ranks it has."""
-    size = local_world_size(world_size)
-    return [range(start, min(start + size, world_size)) for start in range(0, world_size, size)]
 
 
 def _micro_dp(topology: Topology) -> Sequence[tuple[int, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_engine.agreement import Agreement, together
+from hf_engine.process_groups import find_machines
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
     Parts,
@@ -24,7 +24,7 @@ from hf_engine.resharding.execute import (
     require_one_version,
 )
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.members import check_device, find_members
+from hf_engine.resharding.members import choose_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks, show
@@ -51,7 +51,7 @@ class WeightSync:
         side: `"source"` sends, `"target"` receives.
         group: joins both sides (`hf_controller.connect` makes one); None is the default group.
         bucket_bytes: bound on the communication buffers.
-        device: where these live.
+        device: where these live; None: where the group communicates, the host over gloo and else the rank's device.
         buffers: the live persistent buffers of this rank's model, whole, such as those of a backend that
             `SupportsBuffers`. Those of the first source rank come with the weights, each in its own dtype.
         verify_transfers: as in `ReshardExecutor`.
@@ -69,16 +69,16 @@ class WeightSync:
         side: Literal["source", "target"],
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
         verify_transfers: bool = False,
     ) -> None:
         self._side = side
         self._version = -1
-        self._buffers, self._group, self._device = dict(buffers), group, device
         members, _ = find_members(group, None)
         options = {"bucket_bytes": bucket_bytes, "verify_transfers": verify_transfers}
-        sides, machines = _agreed_sides(side, layout, options, device, group, buffers)
+        sides, machines = _agreed_sides(side, layout, options, device, group, buffers), find_machines(group)
+        self._buffers, self._group, self._device = dict(buffers), group, choose_device(device, group)
         self._first_source = sides.index("source") if "source" in sides else 0
         source, target = (
             _share(layout if side == name else None, [i for i, other in enumerate(sides) if other == name], name, group)
@@ -179,11 +179,11 @@ def _agreed_sides(
     side: str,
     layout: WeightLayout,
     options: Mapping[str, int],
-    device: torch.device | str,
+    device: torch.device | str | None,
     group: dist.ProcessGroup | None,
     buffers: Mapping[str, torch.Tensor],
-) -> tuple[list[str], list[list[int]]]:
-    """The side of every rank of the group, and the ranks of every machine; one rank's mistake is an error on all."""
+) -> list[str]:
+    """The side of every rank of the group; one rank's mistake is an error on all."""
     mistake = None
     try:
         if side not in ("source", "target"):
@@ -191,22 +191,19 @@ def _agreed_sides(
         _check.kind("layout", layout, WeightLayout, "a WeightLayout, such as a backend's weight_layout()")
         check_bucket_bytes(options["bucket_bytes"], layout)
         _check.kind("verify_transfers", options["verify_transfers"], bool, "True or False")
-        check_device(device)
+        choose_device(device, group)
     except ReshardError as error:
         mistake = str(error)
     held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
     ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, _Rank(side, options, mistake, socket.gethostname(), held), group=group)
+    dist.all_gather_object(ranks, _Rank(side, options, mistake, held), group=group)
     if mistakes := [f"rank {number}: {rank.mistake}" for number, rank in enumerate(ranks) if rank.mistake]:
         raise ReshardError("; ".join(mistakes))
     for name in options:
         if len(values := {rank.options[name] for rank in ranks}) > 1:
             raise ReshardError(f"the ranks were given {name} of {sorted(values)}. Give all the same")
     _check_buffers([rank.buffers for rank in ranks])
-    machines: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        machines.setdefault(rank.machine, []).append(number)
-    return [rank.side for rank in ranks], [*machines.values()]
+    return [rank.side for rank in ranks]
 
 
 class _Rank(NamedTuple):
@@ -215,7 +212,6 @@ class _Rank(NamedTuple):
     side: str
     options: Mapping[str, int]
     mistake: str | None
-    machine: str
     buffers: Sequence[tuple[str, tuple[int, ...], str]]
     """Name, shape and dtype of each."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_engine.agreement import HIGHEST, Agreement, spread, together
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.members import check_device, find_members
+from hf_engine.resharding.members import choose_device, find_members
 from hf_engine.resharding.moving import ShardMover
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.rounds import compute_rounds
@@ -80,7 +80,8 @@ class ReshardExecutor:
         ranks: plan rank of every group rank, in group order.
         bucket_bytes: bound on the bytes of the communication buffers, beyond one element for every peer and its
             checksum.
-        device: where the communication buffers live; the tensors themselves may live elsewhere.
+        device: where the communication buffers live; None: where the group communicates, see `local_device`. The
+            tensors themselves may live elsewhere.
         buffers: taken from executors that never run at the same time, and enlarged where they are too small.
         verify_transfers: every message carries a digest of its bytes. Where one differs from what arrived, all ranks
             refuse the weights. Costs a pass over what is sent and received, and an agreement at the end.
@@ -97,19 +98,19 @@ class ReshardExecutor:
         group: dist.ProcessGroup | None = None,
         ranks: Sequence[int] | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         buffers: Buffers | None = None,
         verify_transfers: bool = False,
     ) -> None:
         _check.kind("plan", plan, ReshardPlan, "a ReshardPlan, of plan_reshard(source, target)")
         item_bytes = plan.target.element_bytes
         check_bucket_bytes(bucket_bytes, plan.target)
-        check_device(device)
         _check.kind("verify_transfers", verify_transfers, bool, "True or False")
         self._plan = plan
         self._verifies = verify_transfers
         self._group = group
         self._members, self._rank = find_members(group, ranks)
+        device = choose_device(device, group)
         self._check_peers()
         # Two rounds are in flight at once, each with an outgoing and an incoming buffer.
         rounds = compute_rounds(plan, self._members, bucket_bytes // (4 * item_bytes))
@@ -330,7 +331,7 @@ def execute_reshard(
     target: Weights,
     group: dist.ProcessGroup | None = None,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> int:
     """Runs a plan once; returns the bytes of weights that this rank received. See `ReshardExecutor` to run it often.
 
@@ -340,7 +341,7 @@ def execute_reshard(
         target: this rank's tensors in the target layout; on the host or on `device`.
         group: as in `ReshardExecutor`, as is `bucket_bytes`.
         bucket_bytes: bound on the communication buffers.
-        device: where the group communicates; a rank that holds no tensor takes part there, too.
+        device: as in `ReshardExecutor`; a rank that holds no tensor takes part there, too.
 
     Raises:
         ReshardError: as `ReshardExecutor` and its `run`, on every rank of the group.

@@ -7,21 +7,28 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from hf_engine.process_groups import rank_in, require_process_group
+from hf_engine.process_groups import local_device, rank_in, require_process_group
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import are_whole, show
 
-__all__ = ["check_device", "find_members"]
+__all__ = ["choose_device", "find_members"]
 
 
-def check_device(device: torch.device | str) -> None:
-    """Refuses a device on which nothing can be sent."""
+def choose_device(device: torch.device | str | None, group: dist.ProcessGroup | None) -> torch.device | str:
+    """Returns where a group's messages live: a given device, or else that of this rank in the group.
+
+    Raises:
+        ReshardError: for a device on which nothing can be sent.
+    """
+    if device is None:
+        return local_device(group)
     try:
         is_meta = torch.empty(0, device=device).is_meta
     except (RuntimeError, TypeError, AssertionError) as error:
         raise ReshardError(f"device={show(device)} cannot be used: {error}") from error
     if is_meta:
         raise ReshardError(f"device={show(device)} holds no bytes. Use the CPU or a GPU")
+    return device
 
 
 def find_members(group: dist.ProcessGroup | None, ranks: Sequence[int] | None) -> tuple[tuple[int, ...], int]:

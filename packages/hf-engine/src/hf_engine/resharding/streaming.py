@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_engine.resharding.execute import DEFAULT_BUCKET_BYTES, Buffers, Parts, ReshardExecutor, Weights, as_parts
 from hf_engine.resharding.layouts import WeightLayout
-from hf_engine.resharding.members import find_members
+from hf_engine.resharding.members import choose_device, find_members
 from hf_engine.resharding.plan import ReshardPlan
 from hf_engine.resharding.tensor_checks import check_readable, check_weights
 
@@ -42,7 +42,7 @@ class ShardStream:
         plan: from `plan_reshard`; the same on every rank.
         group: as in `ReshardExecutor`.
         bucket_bytes: bound on the communication buffers, and on a group's tensors beyond one parameter.
-        device: where both live.
+        device: where both live; None: as in `ReshardExecutor`.
         verify_transfers: as in `ReshardExecutor`.
     """
 
@@ -52,11 +52,11 @@ class ShardStream:
         *,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         verify_transfers: bool = False,
     ) -> None:
         self._plan = plan
-        self._device = device
+        self._device = device = choose_device(device, group)
         self._dtype = getattr(torch, plan.target.dtype)
         self._groups = group_parameters(plan.target, bucket_bytes)
         buffers: Buffers = []

@@ -358,7 +358,8 @@ def _equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def _dtypes_of(batch: TensorDict) -> dict[str, list[torch.dtype]]:
     """The dtypes of each column, and of the offsets of a jagged one."""
+    columns: dict[str, Any] = {str(name): column for name, column in batch.items()}
     return {
-        str(name): [column.dtype, *([column.offsets().dtype] if column.is_nested else [])]
-        for name, column in batch.items()
+        name: [column.dtype, *([column.offsets().dtype] if column.is_nested else [])]
+        for name, column in columns.items()
     }

@@ -263,7 +263,10 @@ class RankActor(CallServer):
 
 
 def _torchrun_environment(rank: int, construction: Construction, rendezvous: Rendezvous | None) -> dict[str, str]:
-    """Returns the variables that torchrun sets. A GPU process sees its own GPU only, as number 0."""
+    """Returns the variables that torchrun sets, and hides GPUs from a model's ranks on the host.
+
+    A GPU process sees its own GPU only, as number 0. Ray hides none from a process that asked for no GPU.
+    """
     machine_of = [machine for machine, count in enumerate(construction.slots) for _ in range(count)]
     machine = machine_of[rank]
     local_rank, local_size = rank - machine_of.index(machine), construction.slots[machine]
@@ -276,6 +279,7 @@ def _torchrun_environment(rank: int, construction: Construction, rendezvous: Ren
         "LOCAL_RANK": str(local_rank),
         "LOCAL_WORLD_SIZE": str(local_size),
         **met,
+        **({"CUDA_VISIBLE_DEVICES": ""} if construction.device == "cpu" and construction.process_group else {}),
     }
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from hf_engine.process_groups import local_device
 from hf_engine.rollout.replica import Replica, require_ranks
-from hf_engine.rollout.sglang._library import build_environment
+from hf_engine.rollout.sglang._library import build_environment, name_device
 from hf_engine.rollout.sglang._process import EngineProcess
 from hf_protocols.errors import BackendError
 from hf_protocols.topology import Topology
@@ -38,6 +38,6 @@ def build_engine(replica: Replica) -> EngineProcess | None:
         BackendError: on all of its ranks, if they are on several machines.
     """
     replica.require_one_machine()
-    devices = replica.gather(local_device().index or 0)
+    devices = replica.gather(name_device(local_device()))
     environment = partial(build_environment, tp_size=len(replica.ranks), devices=devices)
     return EngineProcess(environment) if replica.is_first else None

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hf_engine.process_groups import default_timeout, keeping_random_numbers, wait_for_connections
