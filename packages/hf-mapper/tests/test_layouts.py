@@ -194,6 +194,16 @@ def test_layouts_that_no_program_could_run_are_refused(layout: ParallelSpec, mes
             simulate(*given, layouts, WORKLOAD)  # type: ignore[operator] # each takes these
 
 
+def test_a_single_stage_has_no_chunks() -> None:
+    given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster)
+    thirds = dataclasses.replace(WORKLOAD, pipeline_chunks=3)
+    for simulate in (simulate_training, simulate_inference):
+        plain = simulate(*given, ParallelSpec(tp_size=8), WORKLOAD)
+        assert simulate(*given, ParallelSpec(tp_size=8), thirds) == plain
+        with pytest.raises(TopologyError, match="32 layers do not divide evenly by pp_size x pipeline_chunks=6"):
+            simulate(*given, [ParallelSpec(tp_size=8), ParallelSpec(pp_size=2, tp_size=4)], thirds)
+
+
 def test_sequences_that_do_not_divide_evenly_are_refused() -> None:
     given = (PROBLEMS["one machine"].model, PROBLEMS["one machine"].cluster, ParallelSpec(dp_size=5), WORKLOAD)
     for simulate, count in ((simulate_training, 128), (simulate_inference, 1024)):

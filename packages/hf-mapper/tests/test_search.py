@@ -58,6 +58,13 @@ def test_small_host_runs_share_one_pool(tiny: ModelShape, dtype: str, layers: in
     assert plan.models["actor"].generation == GenerationSpec()
 
 
+def test_chunks_that_split_a_layer_leave_single_stages(paper_problem: Callable[..., Any]) -> None:
+    problem = paper_problem("ppo", "llama-2-13b", 32)
+    assert problem.models["actor"].num_layers % 3
+    plan = map_dataflow(*problem[:3], dataclasses.replace(problem.workload, pipeline_chunks=3))
+    assert {model.train.pp_size for model in plan.models.values() if model.train} == {1}
+
+
 def assert_close(found: Any, expected: Any, where: str = "plan") -> None:
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), where

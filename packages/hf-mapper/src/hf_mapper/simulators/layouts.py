@@ -97,13 +97,10 @@ def check_layouts(
     largest = int(np.max(layouts.world_size, initial=0))
     if largest > cluster.num_gpus:
         raise TopologyError(f"{largest} ranks (pp x tp x dp) do not fit a cluster of {cluster.num_gpus} devices")
+    # A single stage has no schedule to interleave: its layers stay together, however many chunks others have.
+    stages = np.where(np.asarray(layouts.pp_size) > 1, layouts.pp_size * chunks, 1)
     shared = [
-        (
-            "layers",
-            model.num_layers,
-            "pp_size" if chunks == 1 else "pp_size x pipeline_chunks",
-            layouts.pp_size * chunks,
-        ),
+        ("layers", model.num_layers, "pp_size" if chunks == 1 else "pp_size x pipeline_chunks", stages),
         ("attention heads", model.num_heads, "tp_size", layouts.tp_size),
     ]
     if sequences is not None:
