@@ -46,6 +46,14 @@ def test_both_factors_of_every_target_are_counted() -> None:
     assert count_adapter_parameters(mixtral, AdapterSpec(rank=1)) == 32 * attention, "experts are left out"
 
 
+def test_targets_that_no_trained_model_has_are_refused() -> None:
+    models = dict.fromkeys(("actor", "reference"), LLAMA)
+    misspelt = dataclasses.replace(WHOLE, adapters=AdapterSpec(rank=16, targets=("q_prj",)))
+    message = r"targets=\['q_prj'\] name no linear layer of actor llama-2-7b. Did you mean q_proj"
+    with pytest.raises(ConfigError, match=message):
+        map_dataflow(Dataflow.preset("grpo"), models, ClusterSpec.host(2, 2**40), misspelt)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_frozen_base_has_no_gradients_and_no_optimizer_state(dtype: str) -> None:
     spec, cluster = ParallelSpec(dp_size=8), ClusterSpec.host(8, 2**40)

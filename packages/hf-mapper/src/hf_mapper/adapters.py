@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from hf_protocols import ConfigError, ModelShape
+from hf_protocols.similar_names import describe_choices
 from hf_protocols.validation import Checks, show
 
-__all__ = ["AdapterSpec", "count_adapter_parameters"]
+__all__ = ["AdapterSpec", "check_adapters", "count_adapter_parameters"]
 
 _check = Checks(ConfigError)
 
@@ -27,7 +28,7 @@ class AdapterSpec:
     transition to generation: weights and adapters (`both`), the adapters alone, or weights into which they were merged.
 
     Raises:
-        ConfigError: for a rank below 1, or an unknown value of `sends`.
+        ConfigError: for a rank below 1, targets that are not names, or an unknown value of `sends`.
     """
 
     rank: int
@@ -38,7 +39,26 @@ class AdapterSpec:
         if type(self.rank) is not int or self.rank < 1:
             raise ConfigError(f"adapters: rank={show(self.rank)} must be a whole number of at least 1")
         _check.one_of("adapters: sends", self.sends, get_args(_SENDS))
-        object.__setattr__(self, "targets", tuple(self.targets))
+        given: Any = self.targets
+        names = tuple(given) if isinstance(given, list | tuple) else (None,)
+        if not all(isinstance(name, str) and name for name in names):
+            raise ConfigError(f"adapters: targets={show(given)} must be a list of names, such as ['q_proj']")
+        object.__setattr__(self, "targets", names)
+
+
+def check_adapters(role: str, model: ModelShape, adapters: AdapterSpec) -> None:
+    """Refuses targets that leave the model of `role` without any adapter.
+
+    Raises:
+        ConfigError: with the layers that get adapters, or the nearest of them.
+    """
+    if adapters.targets and not count_adapter_parameters(model, adapters):
+        every = (name.removesuffix(".weight") for name, shape in model.parameters().items() if len(shape) == 2)
+        known = sorted({name.rpartition(".")[2] for name in every if _is_adapted(name, ())})
+        raise ConfigError(
+            f"adapters: targets={show(list(adapters.targets))} name no linear layer of {role} {model.name}. "
+            f"{describe_choices(adapters.targets[0], known)}"
+        )
 
 
 def count_adapter_parameters(model: ModelShape, adapters: AdapterSpec) -> int:

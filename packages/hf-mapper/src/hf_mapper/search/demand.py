@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from hf_mapper._names import unknown_name
+from hf_mapper.adapters import check_adapters
 from hf_mapper.simulators.transfer import CallRows, count_call_rows
 from hf_mapper.specs import WorkloadSpec
 from hf_protocols import CallKind, ConfigError, Dataflow, ModelShape, PlanError
@@ -64,7 +65,8 @@ def build_demands(
 
     Raises:
         ConfigError: for a model whose role is not in the dataflow, or a backend whose role has no model (with the
-            nearest); or for a model whose positions are fewer than the workload's tokens.
+            nearest); for a model whose positions are fewer than the workload's tokens, or without a layer of those
+            that get adapters.
         PlanError: for a role that trains or generates and has no model, or when no role has one.
     """
     for role in models:
@@ -84,6 +86,9 @@ def build_demands(
                 f"{role}: prompt_tokens + response_tokens = {workload.sequence_tokens} exceeds the "
                 f"{model.max_positions} positions of {model.name}. Shorten one or choose another model"
             )
+    for role in dict.fromkeys(call.role for call in dataflow.calls if call.kind == "training"):
+        if workload.adapters is not None:
+            check_adapters(role, models[role], workload.adapters)
     of_role = backends if isinstance(backends, Mapping) else {}
     for role in of_role:
         if role not in models:
