@@ -45,7 +45,7 @@ from hf_mapper.adapters import AdapterSpec
 from hf_mapper.efficiency import EfficiencySpec
 from hf_mapper.software import SoftwareSpec
 from hf_mapper.specs import HOST_KIND, ClusterSpec, GpuSpec, MachineSpec, WorkloadSpec, gpu, host_gpu
-from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape
+from hf_protocols import ConfigError, Dataflow, GenerationSpec, ModelShape, TopologyError
 from hf_protocols.paths import read_path
 from hf_protocols.toml import read_toml
 from hf_protocols.validation import Checks, show
@@ -157,7 +157,10 @@ def _read_workload(table: dict[str, Any]) -> WorkloadSpec:
     if "largest_generation" in table:  # written pp-tp
         largest = table["largest_generation"]
         _check.kind("workload: largest_generation", largest, str, "sizes as pp-tp, such as '1-4'")
-        table = {**table, "largest_generation": GenerationSpec.parse(largest)}
+        try:
+            table = {**table, "largest_generation": GenerationSpec.parse(largest)}
+        except TopologyError as error:
+            raise ConfigError(f"workload: largest_generation={show(largest)}: {error}") from None
     for part in ("prompt", "response"):
         lengths = table.get(f"{part}_tokens")
         if isinstance(lengths, list) and lengths and all(type(length) is int for length in lengths):

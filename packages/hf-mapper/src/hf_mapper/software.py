@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from hf_mapper._names import unknown_name
-from hf_protocols import ModelShape
+from hf_protocols import ConfigError, ModelShape
+from hf_protocols.validation import Checks
 
 __all__ = ["FSDP", "LLM_FOUNDRY", "MEGATRON_2021", "MEGATRON_DEEPSPEED", "ZERO_2021", "EngineSpec", "SoftwareSpec"]
+
+_check = Checks(ConfigError)
 
 _GATHERED = ("matrix", "layer", "model")
 
@@ -28,6 +31,9 @@ class SoftwareSpec:
     receives all of them over its part of the network.
     `gathers`: the unit that FSDP holds whole: the current and the next `"layer"` or `"matrix"`, or the `"model"`.
     `gradient_bytes`: of one parameter's gradient, as it is kept and summed.
+
+    Raises:
+        ConfigError: for an unknown value of `gathers`, or fewer `gradient_bytes` than 1.
     """
 
     name: str = "hf-engine"
@@ -44,6 +50,7 @@ class SoftwareSpec:
     def __post_init__(self) -> None:
         if self.gathers not in _GATHERED:
             raise unknown_name("software: gathers", str(self.gathers), _GATHERED)
+        _check.count("software: gradient_bytes", self.gradient_bytes)
 
     def fuses_attention(self, model: ModelShape) -> bool:
         """True if passes of training and of scoring keep the scores of this model's attention on chip."""

@@ -176,7 +176,8 @@ class MachineSpec:
     def __post_init__(self) -> None:
         owner = f"machine of {self.gpu.kind}"
         _check_counts(owner, num_gpus=self.num_gpus, num_machines=self.num_machines)
-        _check_positive(owner, link_bandwidth_bytes_per_s=self.link_bandwidth_bytes_per_s)
+        if self.intra_bandwidth_bytes_per_s is not None:
+            _check_positive(owner, intra_bandwidth_bytes_per_s=self.intra_bandwidth_bytes_per_s)
         _check_positive(owner, intra_latency_s=self.intra_latency_s)
         if type(self.host_memory_bytes) is not int or self.host_memory_bytes < 0:
             raise ConfigError(
