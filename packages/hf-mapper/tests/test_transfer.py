@@ -118,7 +118,7 @@ def with_host_memory(problem: Any, host_memory_bytes: int) -> Any:
 def test_models_are_offloaded_only_if_memory_is_short(paper_problem: Callable[..., Any]) -> None:
     """13B PPO needs 16 GPUs (the paper's smallest cluster); with host memory, 8 will do, and 16 do not use it."""
     problem = paper_problem("ppo", "llama-2-13b", 8)
-    with pytest.raises(PlanError, match="host_memory_bytes of the machines, to offload models"):
+    with pytest.raises(PlanError, match="raise host_memory_bytes of the machines in a problem"):
         map_dataflow(*problem)
     plan = map_dataflow(*with_host_memory(problem, 2 * 10**12))
     assert any(model.offload for model in plan.models.values())

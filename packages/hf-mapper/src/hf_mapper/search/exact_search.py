@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from hf_mapper.config import MapperConfig
 from hf_mapper.search.demand import ModelDemand, build_demands, group_functions
-from hf_mapper.search.feasibility import build_infeasible_error
+from hf_mapper.search.infeasibility import build_infeasible_error
 from hf_mapper.search.placements import PoolRequest, fits, pack, set_partitions
 from hf_mapper.search.planning import PoolPlacement, build_plan, estimate_adapters
 from hf_mapper.search.pools import PoolOption, PoolTable, build_table
@@ -69,9 +69,10 @@ def find_pools(
     """Returns the plan of `map_dataflow` and its pools."""
     demands = build_demands(problem.dataflow, problem.models, problem.workload, problem.backends)
     table = build_table(problem, demands)
-    pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
-    if not pools:
-        raise build_infeasible_error(problem)
+    with np.errstate(over="ignore", invalid="ignore"):  # seconds beyond a float make an error of one line
+        pools, search = search_partitions(table, demands, set_partitions(tuple(demands)), should_stop)
+        if not pools:
+            raise build_infeasible_error(problem)
     functions = group_functions(problem.dataflow, problem.models)
     plan = build_plan(
         problem.dataflow,
