@@ -26,7 +26,16 @@ from hf_mapper import (
 from hf_mapper.cli import main
 from hf_mapper.search.demand import build_demands
 from hf_mapper.search.placements import set_partitions
-from hf_protocols import ConfigError, Dataflow, GenerationSpec, MappingPlan, ModelShape, PlanError
+from hf_protocols import (
+    ConfigError,
+    Dataflow,
+    GenerationSpec,
+    HybridFlowError,
+    MappingPlan,
+    ModelShape,
+    ParallelSpec,
+    PlanError,
+)
 
 SMALL = ModelShape.preset("qwen2.5-0.5b")
 LARGE = ModelShape.preset("llama-2-7b")
@@ -152,6 +161,28 @@ def test_too_little_memory_is_reported_by_call() -> None:
 def test_bad_placements(text: str, message: str) -> None:
     with pytest.raises((PlanError, ConfigError), match=message.replace("+", r"\+")):
         simulate_placement(PPO, models(SMALL), cluster("l40s", 8), WORKLOAD, parse_placement(text))
+
+
+@pytest.mark.parametrize(
+    ("role", "change", "message"),
+    [
+        ("actor", {"backend": "megatrn"}, "actor: backend 'megatrn' is unknown. Did you mean megatron"),
+        ("actor", {"generation": None}, "actor: generation missing of a model that generates"),
+        ("critic", {"generation": GenerationSpec()}, "critic: generation 1-1 of a model that does not generate"),
+        ("critic", {"offload": True}, "critic: offload on machines without host_memory_bytes"),
+        (
+            "critic",
+            {"backend": "fsdp", "train": ParallelSpec(tp_size=2, dp_size=4)},
+            "critic: layout 1-2-4 with fsdp, which shards over dp_size alone",
+        ),
+    ],
+)
+def test_an_edited_plan_is_refused_for_its_own_reason(role: str, change: dict[str, object], message: str) -> None:
+    machines, shapes = cluster("a100-80", 8), models(SMALL)
+    plan = map_dataflow(PPO, shapes, machines, WORKLOAD)
+    edited = replace(plan, models={**plan.models, role: replace(plan.models[role], **change)})
+    with pytest.raises(HybridFlowError, match=message):
+        simulate_placement(PPO, shapes, machines, WORKLOAD, read_placement(edited))
 
 
 def test_a_pool_of_two_kinds_of_cluster_names_its_kind() -> None:

@@ -16,7 +16,7 @@ from hf_mapper._names import unknown_name
 from hf_mapper.search.demand import ModelDemand, build_demands, group_functions
 from hf_mapper.search.frontier import find_frontier
 from hf_mapper.search.movement import count_swaps, transfer_call_s
-from hf_mapper.search.parallelism import ModelOption, build_options, choose_backends
+from hf_mapper.search.parallelism import BACKENDS, ModelOption, build_options, choose_backends
 from hf_mapper.search.placements import PoolRequest, pack
 from hf_mapper.search.planning import PoolPlacement, build_plan, find_machines
 from hf_mapper.search.pools import PoolOption
@@ -232,6 +232,7 @@ def _list_options(
     if given is None:
         allowed = choose_backends(demand, part.machine.gpu.kind, backends)
     else:
+        _check_given(role, demand, part.machine, given)
         allowed, workload = (given.backend,), replace(workload, micro_batch_tokens=given.micro_batch_tokens)
     options = [
         option
@@ -246,10 +247,29 @@ def _list_options(
         verb = "cannot run" if given else "can run"
         raise PlanError(
             f"{role}: {layout} {verb} {demand.model.name} on {request.num_gpus} devices. Choose sizes that divide the "
-            "heads, the layers and the sequences of an update, with tensor-parallel groups in one machine; offloading "
-            "needs host_memory_bytes of the machines"
+            "heads, the layers and the sequences of an update, with tensor-parallel groups in one machine"
+            + ("; offloading needs more host_memory_bytes of the machines" if given and given.offload else "")
         )
     return options
+
+
+def _check_given(role: str, demand: ModelDemand, machine: MachineSpec, given: ModelPlan) -> None:
+    """Refuses what no sizes can repair: an unknown backend, or a generation layout that is missing or not used."""
+    if given.backend not in BACKENDS:
+        raise unknown_name(f"{role}: backend", given.backend, BACKENDS)
+    if given.generation and not demand.generates:
+        raise PlanError(f"{role}: generation {given.generation} of a model that does not generate. Remove it")
+    if demand.generates and not given.generation:
+        raise PlanError(f"{role}: generation missing of a model that generates. Add a layout, such as 1-1")
+    if given.backend == "fsdp" and given.train and given.train.world_size != given.train.dp_size:
+        raise PlanError(
+            f"{role}: layout {given.train} with fsdp, which shards over dp_size alone. Choose the backend megatron, or "
+            "pp_size, tp_size and cp_size of 1"
+        )
+    if given.offload and not machine.offload_bytes:
+        raise PlanError(
+            f"{role}: offload on machines without host_memory_bytes. Set it in cluster.machines, or remove offload"
+        )
 
 
 def _combine(options: Sequence[Sequence[ModelOption]], request: PoolRequest, machine: MachineSpec) -> list[PoolOption]:
