@@ -289,6 +289,14 @@ def test_tokenizer_without_an_end_is_refused(model, tmp_path) -> None:
     assert "has no eos_token, so responses could never end. Set eos_token in its tok" in refusal(model, tmp_path)
 
 
+def test_a_fresh_model_that_memory_does_not_hold_is_refused(tmp_path) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_layers": 800, "num_heads": 64}
+    config = ModelConfig(tokenizer="characters", **sizes)
+    rows = [Row(prompt="1+1=", answer="2", columns={})]
+    with pytest.raises(ConfigError, match=r"num_layers = 800 make a fresh model of 778\.5B parameters.* model.path$"):
+        build_initial_model(config, rows, directory=tmp_path / "fresh", seed=0, backends=BACKENDS)
+
+
 def test_tokenizer_key_is_named(model, tmp_path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
     change_tokenizer(other, "model", {"type": "Unheard"})

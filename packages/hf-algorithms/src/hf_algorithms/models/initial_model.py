@@ -29,7 +29,7 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
-from hf_protocols import BackendError, ConfigError, ModelError, ModelShape
+from hf_protocols import BackendError, ConfigError, ModelError, ModelShape, read_machine_limits
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
@@ -341,6 +341,7 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
         bos_token_id=None,
         tie_word_embeddings=False,
     )
+    _check_room(config, ModelShape.from_config(llama.to_dict()))
     with (
         taking_turns(_LONGEST_WAIT_S),  # ranks in process on other threads draw from the same generator
         torch.random.fork_rng(devices=[]),
@@ -353,6 +354,23 @@ def _write_fresh_model(config: ModelConfig, tokenizer: PreTrainedTokenizerBase, 
             )
         with without_progress():
             model.save_pretrained(directory)
+
+
+def _check_room(config: ModelConfig, shape: ModelShape) -> None:
+    """Refuses a model whose float32 weights this machine's memory does not hold.
+
+    Raises:
+        ConfigError: with its sizes and both numbers.
+    """
+    needed, room = 4 * shape.num_parameters, read_machine_limits().memory_bytes
+    if needed > room:
+        keys = ("hidden_size", "intermediate_size", "num_layers")
+        sizes = ", ".join(f"{key} = {getattr(config, key)}" for key in keys)
+        raise ConfigError(
+            f"model: {sizes} make a fresh model of {shape.num_parameters / 1e9:.1f}B parameters, which are "
+            f"{needed / 2**30:.0f} GiB in float32, and this machine has {room / 2**30:.0f} GiB of memory. Lower them, "
+            "or set model.path"
+        )
 
 
 @contextmanager
