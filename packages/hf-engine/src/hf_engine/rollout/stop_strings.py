@@ -37,12 +37,19 @@ class StopStrings:
         self._min_tokens = min_tokens
         # A token is a byte or more; a few further ones give decoders that look back their context.
         self._window = max(len(string.encode()) for string in strings) + 8
+        self.most_tokens = self._window + _MOST_BYTES - 1
+        """Last tokens of a response that `ends` reads."""
 
-    def ends(self, tokens: Sequence[int]) -> bool:
-        """Returns True if the last of these tokens, a whole response so far, completes a string."""
-        if len(tokens) <= self._min_tokens:
+    def ends(self, last: Sequence[int], num_tokens: int) -> bool:
+        """Returns True if the last token of a response so far completes a string.
+
+        Args:
+            last: the last `most_tokens` tokens of the response, or all of a shorter one.
+            num_tokens: of the response.
+        """
+        if num_tokens <= self._min_tokens:
             return False
-        window, text = self._read_end(tokens)
+        window, text = self._read_end(last)
         if not any(string in text for string in self._strings):
             return False
         # One that was complete before, under the minimum length, ends nothing any more. A character of which bytes are
@@ -68,7 +75,9 @@ class StopStrings:
 
     def cut(self, tokens: Sequence[int]) -> int | None:
         """Returns how many tokens a response keeps that was drawn without looking for strings; None if it keeps all."""
-        return next((count for count in range(1, len(tokens) + 1) if self.ends(tokens[:count])), None)
+        most = self.most_tokens
+        ends = (count for count in range(1, len(tokens) + 1) if self.ends(tokens[max(0, count - most) : count], count))
+        return next(ends, None)
 
 
 def _common_length(first: str, second: str) -> int:

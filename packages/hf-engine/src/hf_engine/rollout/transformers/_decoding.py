@@ -76,8 +76,11 @@ class Decoding:
         self.lengths[samples] += running
         stopped = running & torch.isin(drawn, self._stops)
         if self._strings is not None:
-            for row in (running & ~stopped).nonzero().flatten().tolist():
-                stopped[row] = self._strings.ends(self.tokens[samples[row], : position + 1].tolist())
+            count = position + 1
+            recent = self.tokens[samples, max(0, count - self._strings.most_tokens) : count].tolist()
+            waits = (running & ~stopped).tolist()
+            ends = [wait and self._strings.ends(last, count) for wait, last in zip(waits, recent, strict=True)]
+            stopped |= torch.tensor(ends, device=stopped.device)
         self.reasons[samples[stopped]] = STOP
         return ~running | stopped
 

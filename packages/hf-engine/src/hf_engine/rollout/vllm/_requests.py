@@ -77,7 +77,9 @@ def run_requests(
     while engine.has_unfinished_requests():
         for output in engine.step():
             (found,) = output.outputs
-            completes = strings is not None and strings.ends(found.token_ids)
+            completes = False
+            if strings is not None:
+                completes = strings.ends(found.token_ids[-strings.most_tokens :], len(found.token_ids))
             if completes and not output.finished:
                 engine.abort_request([output.request_id])
             if completes or output.finished:
