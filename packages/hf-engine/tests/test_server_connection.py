@@ -114,6 +114,21 @@ def test_an_answer_that_comes_byte_by_byte_meets_the_deadline(head):
         assert time.monotonic() - start < 40, "the deadline is 1 s, the answer takes 60"
 
 
+def test_requests_as_one_share_a_deadline():
+    def wait(handler):
+        time.sleep(0.6)
+        with contextlib.suppress(OSError):
+            reply(handler, {})
+
+    with listening(wait) as url:
+        connection = connect(url, timeout_s=2)
+        assert [connection.get("/version") for _ in range(4)] == [{}] * 4
+        joined = connection.as_one()
+        with pytest.raises(BackendError, match="did not finish /version in 2 s"):
+            for _ in range(4):
+                joined.get("/version")
+
+
 def test_what_never_speaks_is_not_waited_for():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -122,7 +122,7 @@ class ServerBackend:
             api_key_variable: environment variable with the servers' API key; None without a key.
             reproducible: refuse servers that do not draw from the seeds that they are given.
             connect_timeout_s: deadline for a server to take a connection, and to say what it is.
-            timeout_s: deadline of every request, one whole `generate` or one update of weights.
+            timeout_s: deadline of a whole `generate`, and of each step of an update of weights.
             restart_timeout_s: deadline for a server that was lost to answer at its URL again; 0: none is waited for.
 
         Raises:

@@ -22,6 +22,8 @@ __all__ = ["LostServerError", "ServerConnection", "expected_form"]
 _check = Checks(BackendError)
 
 _PORTS = {"http": 80, "https": 443}
+_LEAST_TIMEOUT_S = 1e-3
+"""Of a socket: it takes no 0 for one that does not wait."""
 _LEAST_BYTES = 16 << 20
 """Of an answer without tokens at most, such as a server's description of itself."""
 _TOKEN_BYTES = 1 << 10
@@ -40,7 +42,7 @@ class ServerConnection:
         url: such as `http://127.0.0.1:30000`; a path in it comes before every request's.
         key: sent as a bearer token; None: nothing is sent.
         connect_timeout_s: deadline for the server to take a connection, and for `ask`.
-        timeout_s: deadline of one request, from its first byte to the last one of the answer.
+        timeout_s: deadline of one request, from its first byte to the last one of the answer; see `as_one`.
 
     Raises:
         BackendError: for something that is not a URL of a server, or no deadline.
@@ -72,6 +74,7 @@ class ServerConnection:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._connect_timeout_s = connect_timeout_s
         self._timeout_s = timeout_s
+        self._stop = float("inf")
 
     @property
     def host(self) -> str:
@@ -84,6 +87,12 @@ class ServerConnection:
         hurried._connect_timeout_s = min(self._connect_timeout_s, seconds)
         hurried._timeout_s = min(self._timeout_s, seconds)
         return hurried
+
+    def as_one(self) -> ServerConnection:
+        """The same server for requests that have `timeout_s` together, from now on."""
+        joined = copy.copy(self)
+        joined._stop = time.monotonic() + self._timeout_s
+        return joined
 
     def ask(self, path: str) -> Any:
         """Returns the answer to a GET with a short deadline; None if the server does not know the path."""
@@ -130,12 +139,13 @@ class ServerConnection:
         self, method: str, path: str, body: Any, knob: str = "timeout_s", *, num_tokens: int = 0
     ) -> tuple[int, Any]:
         seconds = self._timeout_s if knob == "timeout_s" else self._connect_timeout_s
-        stop = time.monotonic() + seconds
+        now = time.monotonic()
+        stop = min(now + seconds, self._stop)
         connection = self._connect()
         with closing(connection):
             try:
                 sock = connection.sock
-                sock.settimeout(seconds)
+                sock.settimeout(max(stop - now, _LEAST_TIMEOUT_S))
                 data = None if body is None else json.dumps(body)
                 connection.request(method, self._path + path, data, self._headers)
                 connection.response_class = partial(_Response, stop)  # type: ignore[assignment]

@@ -108,10 +108,12 @@ class VllmServer:
             "detokenize": False,
         }
 
+        connection = self._connection.as_one()
+
         def request(prompt: list[int], seed: int) -> Sample:
             body = {"token_ids": prompt, "sampling_params": shared | {"seed": seed}}
             num_tokens = len(prompt) + sampling.max_new_tokens
-            return self._read(self._connection.post(_GENERATE, body, num_tokens=num_tokens)["choices"][0])
+            return self._read(connection.post(_GENERATE, body, num_tokens=num_tokens)["choices"][0])
 
         with ThreadPoolExecutor(min(max(1, len(prompts)), _NUM_REQUESTS)) as pool:
             return list(pool.map(request, prompts, seeds))
