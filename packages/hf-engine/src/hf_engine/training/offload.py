@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hf_engine.resharding.moving import hold_training_weights
+from hf_engine.training.host_copies import HostCopies
 from hf_protocols.errors import BackendError
 
 __all__ = ["OffloadedMemory"]
@@ -27,7 +28,7 @@ class OffloadedMemory:
 
     def __init__(self, weights: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._weights = weights
-        self._copies: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._copies: list[tuple[list[torch.UntypedStorage], HostCopies]] = []
         self._zeros: list[tuple[torch.Tensor, int]] = []
         self._lacks_states = False
         self._lacks_weights = False
@@ -60,9 +61,8 @@ class OffloadedMemory:
 
     def restore(self) -> None:
         """Takes the memory again, with what it held."""
-        for storage, copy in self._copies:
-            storage.resize_(copy.nbytes())
-            storage.copy_(copy)
+        for storages, copies in self._copies:
+            copies.put_back(storages)
         for tensor, nbytes in self._zeros:
             tensor.untyped_storage().resize_(nbytes)
             tensor.zero_()
@@ -96,14 +96,10 @@ class OffloadedMemory:
             raise BackendError(f"{method} needs the optimizer's state, which is offloaded. Call reload() first")
 
     def _move(self, tensors: Iterable[torch.Tensor]) -> int:
-        freed = 0
-        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}.values():
-            if storage.nbytes() and not _is_on_host(storage):
-                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.is_cuda).untyped_storage()
-                copy.copy_(storage)
-                self._copies.append((storage, copy))
-                freed += _empty(storage)
-        return freed
+        every = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}.values()
+        storages = [storage for storage in every if storage.nbytes() and not _is_on_host(storage)]
+        self._copies.append((storages, HostCopies(storages)))
+        return sum(_empty(storage) for storage in storages)
 
     def _drop(self, tensors: Iterable[torch.Tensor]) -> int:
         freed = 0
