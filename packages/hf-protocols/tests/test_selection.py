@@ -104,6 +104,56 @@ def test_values_that_are_not_row_numbers_are_refused(rows: Any) -> None:
         RowSelection.from_rows(rows)
 
 
+class Byte:
+    """A row number of one byte, as the elements of numpy's and torch's arrays of uint8 are: a sum of them wraps."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value % 256
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __add__(self, other: Any) -> Byte:
+        return Byte(self.value + int(other))
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Byte:
+        return Byte(self.value - int(other))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Byte | int) and self.value == int(other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self.value < int(other)
+
+    def __le__(self, other: Any) -> bool:
+        return self.value <= int(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_numbers_of_a_small_type_do_not_wrap() -> None:
+    rows = [0, 2] * 150 + [254, 255]
+    found = RowSelection.from_rows(list(map(Byte, rows)))  # type: ignore[arg-type]
+    bounds: Any = ((Byte(0), Byte(200)), (Byte(0), Byte(200)))
+    assert (list(found), len(found), hash(found)) == (rows, 302, hash(RowSelection.from_rows(rows)))
+    assert list(found.take(RowSelection.range(299, 302)).repeat(2)) == [4, 5, 508, 509, 510, 511]
+    assert RowSelection(bounds) == RowSelection(((0, 200), (0, 200)))
+    assert len(RowSelection(bounds)) == 400
+
+
+def test_tensors_of_row_numbers_are_taken_in_any_dtype() -> None:
+    torch = pytest.importorskip("torch", reason="compares with tensors of row numbers")
+    rows = [0, 2] * 100 + [126, 127]
+    for dtype in (torch.int8, torch.uint8, torch.int32, torch.int64):
+        found = RowSelection.from_rows(torch.tensor(rows, dtype=dtype))
+        assert found.intervals == RowSelection.from_rows(rows).intervals
+        assert set(map(type, found.intervals[0])) == {int}
+    with pytest.raises(BatchError, match=r"from_rows\(tensor\(\[0.5000\]\)\). Use row numbers, such as \[0, 2\]"):
+        RowSelection.from_rows(torch.tensor([0.5]))
+
+
 def test_wrong_kinds_of_arguments_are_refused() -> None:
     rows: Any = RowSelection.range(0, 3)
     with pytest.raises(BatchError, match=r"^take: positions=\[1\]. Use a RowSelection$"):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, starmap
+from operator import index
 
 from hf_protocols.errors import BatchError
 from hf_protocols.validation import Checks, show
@@ -38,18 +39,18 @@ class RowSelection:
 
     def __post_init__(self) -> None:
         try:
-            merged = _merge(self.intervals)
-            num_rows = sum([stop - start for start, stop in merged])
-            are_whole = hasattr(num_rows, "__index__")
+            intervals = tuple(self.intervals)
+            if set(map(type, chain.from_iterable(intervals))) - {int}:  # numbers of small dtypes wrap around
+                intervals = tuple([(index(start), index(stop)) for start, stop in intervals])
+            merged = _merge(intervals)
         except BatchError:
             raise
         except (TypeError, ValueError):
-            are_whole = False
-        if not are_whole:
             raise BatchError(
                 f"RowSelection({show(self.intervals)}). Use pairs (start, stop) of whole numbers; of row numbers, "
                 "RowSelection.from_rows([0, 2])"
-            )
+            ) from None
+        num_rows = sum([stop - start for start, stop in merged])
         if num_rows > sys.maxsize:
             raise BatchError(f"a selection of {show(num_rows)} rows is longer than {sys.maxsize}. Select fewer rows")
         object.__setattr__(self, "intervals", tuple(merged))
@@ -62,14 +63,16 @@ class RowSelection:
 
     @classmethod
     def from_rows(cls, rows: Iterable[int]) -> RowSelection:
-        """The given row numbers, in the given order."""
+        """The given row numbers, in the given order; of an array or a tensor in any dtype of whole numbers."""
         if isinstance(rows, range) and rows.step == 1:
             return cls.range(rows.start, max(rows.start, rows.stop))
         try:
-            intervals = tuple([(row, row + 1) for row in rows])
+            given = list(rows)
+            is_mask = bool(given) and _is_truth(given[0])
+            intervals = () if is_mask else tuple([(row, row + 1) for row in map(index, given)])
         except TypeError:
             raise BatchError(f"RowSelection.from_rows({show(rows)}). Use row numbers, such as [0, 2]") from None
-        if intervals and _is_truth(intervals[0][0]):
+        if is_mask:
             raise BatchError(
                 f"RowSelection.from_rows({show(rows)}): a mask is not a list of row numbers. Use the positions of its "
                 "True entries"
