@@ -248,10 +248,30 @@ def test_columns_that_no_loss_can_read_are_named():
     ):
         batch = batch_of_three()
         batch["more"] = column
-        sequences = SequenceBatch(batch)
-        (micro_batch,) = sequences.micro_batches(100)
         with pytest.raises(BatchError, match=f"the column 'more' is {what}: a loss reads dense tensors"):
-            sequences.padded_columns(micro_batch)
+            SequenceBatch(batch).check_columns()
+
+
+def refuse_a_column(needs_rows):
+    """Returns how this rank fares with a column of rank 1 that no loss can read, and then without the column."""
+    heard = []
+    for has_column in (dist.get_rank() == 1, False):
+        batch = batch_of_three()
+        if has_column:
+            batch["more"] = TensorDict({"x": torch.zeros(3)}, batch_size=[3])
+        prepare = partial(SequenceBatch, batch)
+        try:
+            agreed = agree_on_micro_batches(prepare, 100, dist.group.WORLD, torch.device("cpu"), needs_rows=needs_rows)
+            heard.append(len(agreed.micro_batches))
+        except BatchError as error:
+            heard.append(str(error).partition(":")[0])
+    return heard
+
+
+def test_a_column_that_one_rank_cannot_read_stops_all(ranks2):
+    """Only a step reads it: scores of the same rows are computed."""
+    assert ranks2.run(refuse_a_column, True) == [["rank 1 refused", 1], ["the column 'more' is a TensorDict", 1]]
+    assert ranks2.run(refuse_a_column, False) == [[1, 1]] * 2
 
 
 def jagged(rows, dtype=torch.int64):

@@ -47,7 +47,8 @@ def agree_on_micro_batches(
         max_tokens: bound on the tokens of a micro-batch, padding included.
         group: the ranks that act together: the data-parallel ones, or more.
         device: where the group communicates.
-        needs_rows: refuses a batch of which no rank has a row.
+        needs_rows: for a loss, which reads the batch: refuses columns that no loss can read, on ranks without rows too,
+            and a batch of which no rank has a row.
         enough_tokens: see `SequenceBatch.micro_batches`. Ranks may differ in it where each has rows of its own.
         replicas: for every rank of the group the number of its replica, all ranks of which have the same rows; None
             where every rank has rows of its own.
@@ -63,6 +64,8 @@ def agree_on_micro_batches(
     """
     with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
         sequences = prepare()
+        if needs_rows:
+            sequences.check_columns()
         differs = kept is None or not all(map(torch.equal, sequences.list_tokens(), kept[0]))
         micro_batches = sequences.micro_batches(max_tokens, enough_tokens) if kept is None or differs else kept[1]
         micro_batches = [each for each in micro_batches if len(each.rows)]

@@ -230,28 +230,37 @@ class SequenceBatch:
             facts.append((name, [(part.dtype, tuple(part.shape), compute_digest(part)) for part in parts]))
         return crc32(repr(sorted(facts)).encode())
 
+    def check_columns(self) -> None:
+        """Refuses columns that no loss can read, before ranks act together.
+
+        Raises:
+            BatchError: for a column that is not a tensor, or nested in another layout than the jagged one.
+        """
+        for name, column in self._batch.items():
+            what = f"a {type(column).__name__}"
+            if isinstance(column, torch.Tensor):
+                if not column.is_nested or column.layout == torch.jagged:
+                    continue
+                what = f"nested in layout {column.layout}"
+            raise BatchError(
+                f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
+                "(torch.nested.nested_tensor(rows, layout=torch.jagged)). Leave it out, or give one of these"
+            )
+
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """Returns the columns that a loss reads: jagged ones padded with zeros on the right, dense ones as they are.
 
         `response_mask` is True on the response tokens that count: the batch's own mask, or all of them.
 
-        Raises:
-            BatchError: for a column that is not a tensor, or nested in another layout than the jagged one.
+        Args:
+            micro_batch: rows of this batch, which passed `check_columns`.
         """
         columns: dict[str, torch.Tensor] = {}
         places: dict[tuple[int, int], Places] = {}
         read: list[Ragged] = []  # keeps their tensors, and so the keys of `places`
         for name, column in self._batch.items():
-            is_nested = isinstance(column, torch.Tensor) and column.is_nested
-            if not isinstance(column, torch.Tensor) or (is_nested and column.layout != torch.jagged):
-                what = f"a {type(column).__name__}"
-                if isinstance(column, torch.Tensor):
-                    what = f"nested in layout {column.layout}"
-                raise BatchError(
-                    f"the column {show(name)} is {what}: a loss reads dense tensors and jagged ones "
-                    "(torch.nested.nested_tensor(rows, layout=torch.jagged)). Leave it out, or give one of these"
-                )
-            if is_nested:
+            assert isinstance(column, torch.Tensor), "check_columns refuses others"
+            if column.is_nested:
                 ragged = Ragged(column)
                 read.append(ragged)
                 if ragged.alignment not in places:

@@ -80,6 +80,9 @@ class ScoredBatch(SequenceBatch):
         cut = [rows[start : start + most] for rows in plan for start in range(0, len(rows), most)]
         return [self._pad_sides(torch.tensor(rows)) for rows in cut]
 
+    def check_columns(self) -> None:
+        """Refuses nothing: a loss of scores gets only the dense columns of any batch."""
+
     def padded_columns(self, micro_batch: MicroBatch) -> dict[str, torch.Tensor]:
         """The dense columns of the rows, by name: a loss of scores reads no tokens."""
         columns = {str(name): column for name, column in self._batch.items()}
