@@ -160,6 +160,26 @@ def test_the_version_counts_changes_only(ranks1, tmp_path):
     ranks1.run(untouched_weights_keep_their_version, write_tiny_model(tmp_path))
 
 
+def set_versions(model, training_weights):
+    """Versions of the samples, before and after a saved version is set, and of a lower one."""
+    _, _, engine = build_engine(model, model, training_weights=training_weights)
+    for wrong in ("7", None, 7.0, True, -1, 2**31 - 1):
+        with pytest.raises(BackendError, match=r"^(weight_)?version=.* must be "):
+            engine.weight_version = wrong
+    prompts, found = build_prompts(2, vocab_size=VOCAB_SIZE), []
+    for version in (0, 7, 3):
+        engine.weight_version = version
+        with engine.generation():
+            found += set(engine.generate(prompts, GREEDY)["weight_version"].tolist())
+    return found, engine.weight_version, engine.last_transition.weight_version
+
+
+@pytest.mark.parametrize("training_weights", ["move", "keep"])
+def test_samples_carry_the_version_that_was_set(ranks2, tmp_path, training_weights):
+    found = ranks2.run(set_versions, write_tiny_model(tmp_path), training_weights)
+    assert found == [([0, 7, 7], 7, 7)] * 2
+
+
 def bits(tensors):
     return {name: tensor.clone() for name, tensor in tensors.items()}
 

@@ -135,12 +135,22 @@ class HybridEngine:
 
     @property
     def weight_version(self) -> int:
-        """Grows by one whenever generation sees weights that changed since it last ran; may be set to a saved one."""
+        """Grows by one whenever generation sees weights that changed since it last ran.
+
+        It may be set to a saved one, above its own, which the next samples then carry.
+
+        Raises:
+            BackendError: when set to what is not a version.
+        """
         return self._held.version
 
     @weight_version.setter
     def weight_version(self, version: int) -> None:
-        self._held = self._held._replace(version=max(self._held.version, version))
+        _check.count("weight_version", version, least=0)
+        check_version(version)
+        if version > self._held.version:
+            self._held = self._held._replace(version=version)
+            self._is_current = False  # an engine that keeps its weights has them under the old version
 
     @property
     def last_transition(self) -> Transition | None:
@@ -235,8 +245,8 @@ class HybridEngine:
         if agreement.lowest == WeightNeed.NONE < agreement.highest:
             raise ReshardError(
                 "the training weights of some ranks changed since the last transition, those of rank "
-                f"{dist.get_rank()} {'did' if need else 'did not'}. Call train_step and what loads weights on all "
-                "ranks alike"
+                f"{dist.get_rank()} {'did' if need else 'did not'}. Call train_step and what loads weights, and set "
+                "weight_version, on all ranks alike"
             )
         if need and not agreement.is_alike:
             refuse_versions(version, None, range(dist.get_world_size()))
