@@ -63,11 +63,11 @@ class Traffic:
     def matches(self, planned_bytes: int, *, most_object_bytes: int = 0) -> bool:
         """Returns True if a plan's bytes arrived, and the checksums, with less than 8 bytes to align each of them.
 
-        Reductions may carry a verdict each, four numbers of 4 bytes at most, and objects `most_object_bytes` together.
+        Reductions may carry a verdict each, six numbers of 4 bytes at most, and objects `most_object_bytes` together.
         """
         surplus = self.recv_bytes - self.checksum_bytes - planned_bytes
         verdicts = sum(self.calls[name] for name in _REDUCTIONS)
-        is_little_else = self.reduced_bytes <= 16 * verdicts and self.object_bytes <= most_object_bytes
+        is_little_else = self.reduced_bytes <= 24 * verdicts and self.object_bytes <= most_object_bytes
         return is_little_else and 0 <= surplus < 8 * max(1, self.num_messages)
 
 

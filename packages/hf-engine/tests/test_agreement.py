@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch
-from hf_protocols import BackendError, BatchError, ParallelSpec, Topology
+from hf_protocols import BackendError, BatchError, HybridFlowError, ParallelSpec, Topology
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
@@ -105,6 +106,30 @@ def disagree():
             agreement.number = number
         alike.append(agreement.is_alike)
     return alike
+
+
+def call_other_methods(model):
+    """Returns the errors of this rank where rank 1 calls another method, and whether all can step afterwards."""
+    backend = load_train_backend("fsdp").build(
+        model, topology=Topology(ParallelSpec(dp_size=3)), config=TrainConfig(learning_rate=1e-2)
+    )
+    step = partial(backend.train_step, build_batch(4, vocab_size=64), negative_logprobs, 10.0)
+    heard = []
+    for other in (step, partial(backend.load_hf, model), partial(backend.load_hf, "absent")):
+        with pytest.raises(HybridFlowError) as refusal:
+            (other if dist.get_rank() == 1 else partial(backend.export_hf, "never written"))()
+        heard.append(str(refusal.value))
+    return heard, step()["grad_norm"][0] > 0
+
+
+def test_ranks_in_different_methods_are_named(ranks3, tmp_path):
+    text = (
+        "the ranks are in different methods: rank 0 and 1 more called export_hf, rank 1 called {}; nothing was done. "
+        "Call the same methods in the same order on all ranks"
+    )
+    heard = [text.format(method) for method in ("train_step", "load_hf", "load_hf")]
+    assert ranks3.run(call_other_methods, write_tiny_model(tmp_path / "model")) == [(heard, True)] * 3
+    assert not Path("never written").exists()
 
 
 def raise_together(failure, group):

@@ -6,10 +6,13 @@ supervisor ends the other ranks: the controller on Ray, the launcher under torch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ __all__ = ["HIGHEST", "Agreement", "spread", "together"]
 
 HIGHEST = 2**31 - 1
 """Stands for a number if this rank refuses. Numbers are smaller, and are sent as 32 bits."""
+
+_PACKAGE = "hf_engine."
 
 
 @dataclass
@@ -50,10 +55,11 @@ def together(
 ) -> Iterator[Agreement]:
     """A block without collectives that either all ranks of a group complete or none. Collective at its end.
 
-    Costs one reduction of 16 bytes. Reasons are sent only if a rank has one.
+    Costs one reduction of 24 bytes. Reasons are sent only if a rank has one.
 
     Args:
-        outcome: of a mistake, for its message: `"nothing was loaded"`.
+        outcome: of a mistake, for its message: `"nothing was loaded"`. Ranks that were given different ones are in
+            different methods.
         group: the ranks that act together next; None is the default group.
         error: raised on the ranks that made no mistake.
         device: where the group communicates; None: see `local_device`.
@@ -61,18 +67,22 @@ def together(
 
     Raises:
         HybridFlowError: on every rank, if the block failed on any: that rank's own error where it is one of ours, else
-            `error` with the ranks and their reasons.
+            `error` with the ranks and their reasons. Also on every rank if they are in different methods.
     """
     agreement = Agreement()
     with Caught() as caught:  # the other ranks wait for this one after any error
         yield agreement
     refusal = caught.error
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
-    pairs = [(number, number), (agreement.lowest, agreement.highest)]
+    place = crc32(outcome.encode()) % HIGHEST
+    pairs = [(number, number), (agreement.lowest, agreement.highest), (place, place)]
     found = spread(pairs, group, local_device(group) if device is None else device)
-    (lowest, highest), (agreement.lowest, agreement.highest) = found
-    if highest == HIGHEST:
-        _refuse(refusal, group, dist.get_process_group_ranks(group) if ranks is None else ranks, error, outcome)
+    (lowest, highest), (agreement.lowest, agreement.highest), (first_place, last_place) = found
+    if highest == HIGHEST or first_place != last_place:
+        members = dist.get_process_group_ranks(group) if ranks is None else ranks
+        if first_place != last_place:
+            _refuse_other_methods(refusal, group, members, error)
+        _refuse(refusal, group, members, error, outcome)
     agreement.is_alike = lowest == highest
 
 
@@ -92,6 +102,40 @@ def spread(
     numbers = torch.tensor(sent, dtype=torch.int32, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return [(-negated, highest) for negated, highest in numbers.tolist()]
+
+
+def _refuse_other_methods(
+    refusal: BaseException | None,
+    group: dist.ProcessGroup | None,
+    ranks: Sequence[int],
+    error: type[HybridFlowError],
+) -> NoReturn:
+    """Says which rank called which method, on every rank of a group that knows that these differ. Collective."""
+    told = [""] * len(ranks)
+    dist.all_gather_object(told, _find_method(), group=group)
+    callers: dict[str, list[int]] = {}
+    for rank, method in zip(ranks, told, strict=True):
+        callers.setdefault(method, []).append(rank)
+    named = [
+        f"rank {first}{f' and {len(more)} more' if more else ''} called {method}"
+        for method, (first, *more) in callers.items()
+    ]
+    raise error(
+        f"the ranks are in different methods: {', '.join(named)}; nothing was done. Call the same methods in the same "
+        "order on all ranks"
+    ) from refusal
+
+
+def _find_method() -> str:
+    """The method of this package that the program called: the outermost one of this thread."""
+    method = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(_PACKAGE) and not module.startswith(f"{_PACKAGE}testing."):
+            method = frame.f_code.co_name
+        frame = frame.f_back
+    return method
 
 
 def _refuse(

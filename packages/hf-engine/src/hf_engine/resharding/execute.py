@@ -347,7 +347,7 @@ def execute_reshard(
         ReshardError: as `ReshardExecutor` and its `run`, on every rank of the group.
     """
     find_members(group, None)
-    with together("no weights were moved", group, error=ReshardError):
+    with together("the plan was not run", group, error=ReshardError):
         executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
     return executor.run(source, target).recv_bytes
 
