@@ -203,6 +203,8 @@ def mistakes_on_one_rank():
         "rank 3: device='gpu' cannot be used": {"device": "gpu"},
         "rank 3: device='meta' holds no bytes": {"device": "meta"},
         "rank 3: bucket_bytes='1' must be a whole number": {"bucket_bytes": "1"},
+        "rank 3: buffers=None. Use a mapping": {"buffers": None},
+        r"rank 3: buffers\['bias'\]=1.5. Use a tensor": {"buffers": {"bias": 1.5}},
         "(rank 3 refused: |^)its layout is not that of the first target rank": {
             "layout": replicated_layout({"w": (8, 4)}, range(2), dtype="bfloat16")
         },

@@ -185,6 +185,7 @@ def _agreed_sides(
 ) -> list[str]:
     """The side of every rank of the group; one rank's mistake is an error on all."""
     mistake = None
+    held: list[tuple[str, tuple[int, ...], str]] = []
     try:
         if side not in ("source", "target"):
             raise ReshardError(f'side={show(side)}. Use "source" or "target"')
@@ -192,9 +193,12 @@ def _agreed_sides(
         check_bucket_bytes(options["bucket_bytes"], layout)
         _check.kind("verify_transfers", options["verify_transfers"], bool, "True or False")
         choose_device(device, group)
+        _check.kind("buffers", buffers, Mapping, "a mapping from names to tensors, such as a backend's buffers()")
+        for name, buffer in buffers.items():
+            _check.kind(f"buffers[{show(name)}]", buffer, torch.Tensor, "a tensor")
+            held.append((name, tuple(buffer.shape), str(buffer.dtype)))
     except ReshardError as error:
         mistake = str(error)
-    held = [(name, tuple(buffer.shape), str(buffer.dtype)) for name, buffer in buffers.items()]
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, _Rank(side, options, mistake, held), group=group)
     if mistakes := [f"rank {number}: {rank.mistake}" for number, rank in enumerate(ranks) if rank.mistake]:
