@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -88,6 +89,39 @@ class Clash(Worker):
     @register(protocol=DP)
     def topology(self, batch):
         return batch
+
+
+@pytest.mark.parametrize("name", ["close", "context", "one_layout_per_process", "needs_process_group"])
+def test_a_method_must_not_hide_a_name_of_the_worker(name):
+    def method(self, batch):
+        return batch
+
+    clash = type("Clash", (Worker,), {name: register(protocol=DP)(method)})
+    spec = WorkerSpec(worker=clash, topology=Topology(ParallelSpec()))
+    message = f"^Clash registers {name}, which every Worker has itself. Rename the method$"
+    with pytest.raises(ProtocolError, match=message):
+        WorkerGroup("clash", spec, ResourcePool([1], device="cpu"), lambda *_: None)
+
+
+class Asker(Worker):
+    needs_process_group = False
+
+    @register(protocol=ONE_TO_ALL, returns="object")
+    def ask(self, other):
+        return other
+
+
+def test_a_group_is_not_an_argument_of_a_call():
+    spec = WorkerSpec(worker=Asker, topology=Topology(ParallelSpec()))
+    with InProcessExecutor() as executor:
+        asker = executor.build_groups(ResourcePool([1], device="cpu"), {"asker": spec})["asker"]
+        message = "group 'asker' is called by the program that built it, and cannot be copied to a rank. Call it"
+        for argument in (asker, [asker], {"group": asker}):
+            with pytest.raises(ProtocolError, match=message):
+                asker.ask(argument).result()
+        with pytest.raises(ProtocolError, match=message):
+            pickle.dumps(asker)
+        assert asker.ask("nobody").result() == ["nobody"]
 
 
 def test_a_method_must_not_hide_a_name_of_the_group():

@@ -33,7 +33,7 @@ from hf_controller.data.pruning import know_columns, prune
 from hf_controller.failures import CLOSED, LostResultError
 from hf_controller.groups.call import BatchArgument, Call, StoredArgument, check_rows
 from hf_controller.groups.resource_pool import ResourcePool
-from hf_controller.groups.worker import WorkerSpec
+from hf_controller.groups.worker import Worker, WorkerSpec
 from hf_protocols import (
     ALL_TO_ALL,
     BatchError,
@@ -83,11 +83,12 @@ class WorkerGroup:
         self.executor = executor
         self.called_ranks: dict[str, tuple[int, ...]] = {}
         self._signatures: dict[str, inspect.Signature] = {}
-        taken = sorted(name for name in self.methods if name in type(self).__dict__ or name in self.__dict__)
-        if taken:
-            raise ProtocolError(
-                f"{spec.worker.__name__} registers {', '.join(taken)}, names that a WorkerGroup has itself: rename"
-            )
+        for owner, taken in (("WorkerGroup", {*vars(type(self)), *vars(self)}), ("Worker", {*vars(Worker), "context"})):
+            if clashing := sorted(taken & self.methods.keys()):
+                raise ProtocolError(
+                    f"{spec.worker.__name__} registers {', '.join(clashing)}, which every {owner} has itself. Rename "
+                    "the method"
+                )
 
     @property
     def topology(self) -> Topology:
@@ -117,6 +118,12 @@ class WorkerGroup:
             names = [name for name in self._signatures[method].parameters if name != "self"]
             raise ProtocolError(f"{self.role}.{method}({', '.join(names)}): {error}") from None
         return self.executor.submit(self, method, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ProtocolError(
+            f"group {show(self.role)} is called by the program that built it, and cannot be copied to a rank. Call it "
+            "in the program, and pass its result"
+        )
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self.methods})
