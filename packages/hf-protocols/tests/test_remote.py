@@ -119,7 +119,7 @@ def test_a_method_says_what_kind_of_work_it_is() -> None:
 
 
 def test_only_a_method_is_registered() -> None:
-    for value in (property(lambda self: 1), 5, int):
+    for value in (property(lambda self: 1), staticmethod(lambda batch: 1), classmethod(lambda kind: 1), 5, int):
         with pytest.raises(ProtocolError, match="@register marks a method, got"):
             register(protocol=RANK_ZERO)(value)
 

@@ -112,7 +112,8 @@ def register(
 
     def mark(method: Method) -> Method:
         given: Any = method
-        if not callable(given) or isinstance(given, type):
+        # A staticmethod would keep the mark to itself; the class shows the function inside.
+        if not callable(given) or isinstance(given, type | staticmethod):
             raise ProtocolError(f"@register marks a method, got {show(given)}. Put it right above a `def`")
         if spec.writes is FROM_ARGUMENT and not _takes_arguments(method):
             name = getattr(method, "__name__", show(method))
