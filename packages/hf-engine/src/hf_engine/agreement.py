@@ -20,8 +20,9 @@ import torch.distributed as dist
 from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError, HybridFlowError
 from hf_protocols.foreign_code import Caught
+from hf_protocols.validation import Checks
 
-__all__ = ["HIGHEST", "Agreement", "spread", "together"]
+__all__ = ["HIGHEST", "Agreement", "check_version", "spread", "together"]
 
 HIGHEST = 2**31 - 1
 """Stands for a number if this rank refuses. Numbers are smaller, and are sent as 32 bits."""
@@ -102,6 +103,18 @@ def spread(
     numbers = torch.tensor(sent, dtype=torch.int32, device=device)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
     return [(-negated, highest) for negated, highest in numbers.tolist()]
+
+
+def check_version(version: int, error: type[HybridFlowError]) -> None:
+    """Refuses what is not a version of weights: a whole number from 0 on, which ranks can agree on.
+
+    Args:
+        version: to check.
+        error: raised for what is not a version.
+    """
+    Checks(error).count("version", version, least=0)
+    if version >= HIGHEST:
+        raise error(f"version={version} must be below {HIGHEST}. Count the changes of the weights")
 
 
 def _refuse_other_methods(

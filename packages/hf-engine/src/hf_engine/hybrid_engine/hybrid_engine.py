@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import HIGHEST, spread, together
+from hf_engine.agreement import HIGHEST, check_version, spread, together
 from hf_engine.backends.base import RolloutBackend, SamplingParams, TrainBackend
 from hf_engine.backends.capabilities import (
     SupportsAdapters,
@@ -37,7 +37,6 @@ from hf_engine.resharding.execute import (
     Weights,
     as_parts,
     check_bucket_bytes,
-    check_version,
     refuse_versions,
 )
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
@@ -146,8 +145,7 @@ class HybridEngine:
 
     @weight_version.setter
     def weight_version(self, version: int) -> None:
-        _check.count("weight_version", version, least=0)
-        check_version(version)
+        check_version(version, BackendError)
         if version > self._held.version:
             self._held = self._held._replace(version=version)
             self._is_current = False  # an engine that keeps its weights has them under the old version
@@ -237,7 +235,7 @@ class HybridEngine:
         """
         checked = None
         with together("no weights were moved", error=ReshardError) as agreement:
-            check_version(version)
+            check_version(version, ReshardError)
             agreement.number = version
             agreement.lowest = agreement.highest = need
             if need and read is not None:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import Agreement, together
+from hf_engine.agreement import Agreement, check_version, together
 from hf_engine.process_groups import find_machines
 from hf_engine.resharding.execute import (
     DEFAULT_BUCKET_BYTES,
@@ -19,7 +19,6 @@ from hf_engine.resharding.execute import (
     Transfer,
     Weights,
     check_bucket_bytes,
-    check_version,
     note_version,
     require_one_version,
 )
@@ -170,8 +169,10 @@ class WeightSync:
         """Refuses a call before its tensors are looked at."""
         if self._side != side:
             raise ReshardError(f"{method} is for the {side} side, this rank was made with side={show(self._side)}")
-        check_version(version)
-        if version is not None and version <= self._version:
+        if version is None:
+            return
+        check_version(version, ReshardError)
+        if version <= self._version:
             raise ReshardError(f"version={version} must be above {self._version}, that of the last transfer")
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from hf_engine.agreement import HIGHEST, Agreement, spread, together
+from hf_engine.agreement import Agreement, check_version, spread, together
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import choose_device, find_members
 from hf_engine.resharding.moving import ShardMover
@@ -30,7 +30,6 @@ __all__ = [
     "Weights",
     "as_parts",
     "check_bucket_bytes",
-    "check_version",
     "execute_reshard",
     "note_version",
     "refuse_versions",
@@ -231,7 +230,8 @@ class ReshardExecutor:
                 options, or different versions.
         """
         if self._is_agreed and not self._steps:
-            check_version(version)
+            if version is not None:
+                check_version(version, ReshardError)
             return check(), version
         options: dict[str, Any] = {"error": ReshardError, "device": self._device, "ranks": self._members}
         with together("no weights were moved", self._group, **options) as agreement:
@@ -359,22 +359,14 @@ def check_bucket_bytes(bucket_bytes: int, layout: WeightLayout) -> None:
         raise ReshardError(f"bucket_bytes={bucket_bytes} does not hold four {layout.dtype} elements")
 
 
-def check_version(version: int | None) -> None:
-    """Refuses what is not a version; None is one that is not known."""
-    if version is not None:
-        _check.count("version", version, least=0)
-        if version >= HIGHEST:
-            raise ReshardError(f"version={version} must be below {HIGHEST}. Count the changes of the weights")
-
-
 def note_version(agreement: Agreement, version: int | None) -> None:
     """Takes this rank's version of the weights into an agreement; None: another rank names it.
 
     Raises:
         ReshardError: for what is not a version.
     """
-    check_version(version)
     if version is not None:
+        check_version(version, ReshardError)
         agreement.lowest = agreement.highest = version
 
 

@@ -8,23 +8,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from hf_engine.agreement import check_version
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.tensor_checks import check_weights
 from hf_protocols.errors import BackendError, ReshardError
-from hf_protocols.validation import Checks, show
+from hf_protocols.validation import show
 
-__all__ = ["WeightState", "check_version"]
-
-_check = Checks(BackendError)
-
-_MOST_VERSIONS = 2**31 - 1
-
-
-def check_version(version: int) -> None:
-    """Refuses what is not a version of weights: a whole number that every sample carries."""
-    _check.count("version", version, least=0)
-    if version >= _MOST_VERSIONS:
-        raise BackendError(f"version={version} must be below {_MOST_VERSIONS}. Count the changes of the weights")
+__all__ = ["WeightState"]
 
 
 class WeightState:
@@ -81,7 +71,7 @@ class WeightState:
             BackendError: for what is not a version.
             ReshardError: naming the parameters that did not come.
         """
-        check_version(version)
+        check_version(version, BackendError)
         if self._loaded is None:
             return
         if missing := sorted(self._layout.boxes_of(dist.get_rank()).keys() - self._loaded):

@@ -17,6 +17,7 @@ from tensordict import TensorDict
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_engine.agreement import check_version
 from hf_engine.backends.base import SamplingParams
 from hf_engine.backends.build_arguments import check_rollout_arguments
 from hf_engine.backends.closed import Closed
@@ -33,7 +34,6 @@ from hf_engine.process_groups import local_device
 from hf_engine.resharding.layouts import WeightLayout, replicated_layout
 from hf_engine.resharding.moving import hold_training_weights, storage_bytes
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
-from hf_engine.rollout.loading import check_version
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, lack_of_memory_is_an_error
 from hf_engine.rollout.responses import LENGTH, build_responses, end_of_sequence_ids, read_prompts
 from hf_engine.rollout.sampling import draw_uniforms
@@ -218,7 +218,7 @@ class TransformersBackend:
         Raises:
             BackendError: between `release` and `resume`: there is no weight in memory.
         """
-        check_version(version)
+        check_version(version, BackendError)
         if any(not parameter.untyped_storage().nbytes() for parameter in self._parameters.values() if parameter.nbytes):
             raise BackendError("the weights were released. Call resume() and send them again before commit_weights()")
         self._weight_version = version
