@@ -44,7 +44,7 @@ def test_engines_take_adapters_of_known_dense_families(tmp_path, family, rank, s
     else:
         write_tiny_model(tmp_path, family=family)
     files = read_model_directory(tmp_path, needs_weights=False)
-    assert find_engine_refusal(files, LoraConfig(rank=rank), largest_rank=512) == says
+    assert find_engine_refusal(files, LoraConfig(rank=rank)) == says
 
 
 def test_other_backends_are_sent_merged_weights(tmp_path):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine_testing.engine_families import write_engine_family
 from hf_engine.model_directory import read_model_directory
-from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs
+from hf_engine.rollout.engine_rules import check_sglang_runs, check_vllm_runs, window_override
 from hf_engine.testing import write_tiny_family, write_tiny_model
 from hf_protocols import ModelError
 
@@ -23,6 +23,12 @@ def model(tmp_path):
 def change(directory, **entries):
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+@pytest.mark.parametrize(("family", "seen"), [("cohere2", {"sliding_window": 7}), ("mistral", {})])
+def test_engines_see_the_window_of_cohere2_without_the_token(tmp_path, family, seen):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "sliding_window": 8}))
+    assert window_override(read_model_directory(tmp_path, needs_weights=False)) == seen
 
 
 @pytest.mark.parametrize(

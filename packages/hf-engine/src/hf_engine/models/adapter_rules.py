@@ -17,6 +17,8 @@ from hf_protocols.validation import show
 __all__ = ["FLOAT32_REFUSAL", "add_adapters_apart", "find_engine_refusal", "find_merging_reason", "is_adapter_name"]
 
 _FACTORS = ("lora_A", "lora_B")
+_LARGEST_RANK = 512
+"""Of adapters in vLLM 0.32 and in SGLang 0.5.23."""
 
 
 def find_merging_reason(
@@ -39,15 +41,15 @@ def find_merging_reason(
 FLOAT32_REFUSAL = "its kernels for adapters compute in bfloat16 or float16 on a device, and dtype = 'float32'"
 
 
-def find_engine_refusal(model: ModelDirectory, lora: LoraConfig, *, largest_rank: int) -> str | None:
+def find_engine_refusal(model: ModelDirectory, lora: LoraConfig) -> str | None:
     """Returns the refusal that vLLM and SGLang share: they take dense families that both name as the files do."""
     family = model.config.get("model_type")
     if not ModelShape.knows(model.config):
         return f"adapters of model_type {show(family)} were not tried in this engine"
     if model.require_shape().num_experts:
         return f"{show(family)} is a mixture of experts"
-    if lora.rank > largest_rank:
-        return f"rank = {lora.rank} is above {largest_rank}, the largest of this engine"
+    if lora.rank > _LARGEST_RANK:
+        return f"rank = {lora.rank} is above {_LARGEST_RANK}, the largest of this engine"
     return None
 
 

@@ -13,11 +13,13 @@ from hf_protocols.models import ModelShape
 
 __all__ = [
     "SGLANG_EXPERTS",
+    "SGLANG_RESERVED",
     "check_sglang_runs",
     "check_vllm_runs",
     "find_sglang_fault",
     "has_experts",
     "require_known_layout",
+    "window_override",
 ]
 
 SGLANG_EXPERTS = (
@@ -25,6 +27,8 @@ SGLANG_EXPERTS = (
     "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
 )  # fmt: skip
 """Mixtures of experts that the loaders of SGLang 0.5.23 take, by tests; on a CPU it computes them wrongly."""
+SGLANG_RESERVED = 6
+"""Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
 _NOT_IN_SGLANG = ("bloom", "falcon")
 """Families that SGLang 0.5.23 runs neither by a class of its own nor by transformers'."""
 _WINDOWS_IN_SGLANG = ("cohere2", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gpt_oss", "olmo3")
@@ -75,6 +79,16 @@ def require_known_layout(model: ModelDirectory) -> ModelShape:
         if others := sorted(held - names - tied):
             raise model.refusal(f"its files hold {others[0]!r}, for which its family has no place. {_OTHER}")
     return shape
+
+
+def window_override(model: ModelDirectory) -> dict[str, Any]:
+    """The `sliding_window` that both engines must see, where it differs from the file's; else empty.
+
+    vLLM 0.32 and SGLang 0.5.23 let a token of Cohere 2 attend to `sliding_window` tokens before it; transformers counts
+    the token, too.
+    """
+    window = model.config.get("sliding_window")
+    return {"sliding_window": window - 1} if model.config.get("model_type") == "cohere2" and window else {}
 
 
 def has_experts(shape: ModelShape) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_engine.backends.base import SamplingParams
 from hf_engine.model_directory import ModelDirectory
-from hf_engine.rollout.engine_rules import SGLANG_EXPERTS, find_sglang_fault
+from hf_engine.rollout.engine_rules import SGLANG_EXPERTS, SGLANG_RESERVED, find_sglang_fault
 from hf_engine.rollout.server._connection import LostServerError, ServerConnection
 from hf_engine.rollout.server._dialect import Sample, ServerFacts, require_version
 from hf_protocols.errors import BackendError, ReshardError
@@ -18,8 +18,6 @@ from hf_protocols.validation import show
 __all__ = ["SglangServer"]
 
 _VERSIONS = (0, 5, 23), (0, 5, 24)
-_RESERVED = 6
-"""Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
 _IDLE_TIMEOUT_S = 60
 _CACHE = {"tags": ["kv_cache"]}
 
@@ -50,7 +48,7 @@ class SglangServer:
             url=connection.url,
             architectures=tuple(model["architectures"] or ()),
             dtype=chosen if info["dtype"] == "auto" else info["dtype"],
-            max_positions=min(card["max_model_len"], info["max_total_num_tokens"]) - _RESERVED,
+            max_positions=min(card["max_model_len"], info["max_total_num_tokens"]) - SGLANG_RESERVED,
             cache_tokens=info["max_total_num_tokens"],
             has_seeds=info["enable_deterministic_inference"],
             seeds_knob="--enable-deterministic-inference",

@@ -24,12 +24,12 @@ from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
-from hf_engine.rollout.engine_rules import check_sglang_runs
+from hf_engine.rollout.engine_rules import SGLANG_RESERVED, check_sglang_runs
 from hf_engine.rollout.loading import WeightState
 from hf_engine.rollout.memory import check_sizes, choose_cache_bytes, choose_positions
 from hf_engine.rollout.replica import Replica, build_replica, require_process_group
 from hf_engine.rollout.sglang._adapters import ADAPTER, build_adapter_options, describe_adapter, find_partial_stack
-from hf_engine.rollout.sglang._options import RESERVED, EngineModel, build_options, check_cache_rows, check_more
+from hf_engine.rollout.sglang._options import EngineModel, build_options, check_cache_rows, check_more
 from hf_engine.rollout.sglang._process import EngineProcess, cut_sample
 from hf_engine.rollout.sglang._replicas import build_engine, require_topology
 from hf_engine.rollout.sglang._staging import REPORT_BYTES, Staging, cut_buckets, staged_bytes
@@ -44,7 +44,6 @@ __all__ = ["AdaptedSglangBackend", "SglangBackend"]
 
 _check = Checks(BackendError)
 
-_LARGEST_RANK = 512
 _SENT = ("max_new_tokens", "min_new_tokens", "temperature", "top_p", "top_k", "greedy")
 
 
@@ -191,7 +190,7 @@ class SglangBackend:
         """Says why adapters come merged; see `SupportsUnmergedAdapters`."""
         if not on_cpu and options.get("dtype", "float32") == "float32":
             return FLOAT32_REFUSAL
-        return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK) or find_partial_stack(lora)
+        return find_engine_refusal(model, lora) or find_partial_stack(lora)
 
     def held_adapters(self) -> LoraConfig | None:
         """None: an engine with adapters has a class of its own; see `SupportsUnmergedAdapters`."""
@@ -343,7 +342,7 @@ class SglangBackend:
             raise BackendError(
                 f"SGLang did not start with {show(self._model.name)}, gen_tp_size={options['tp_size']}, "
                 f"max_total_tokens={options['max_total_tokens']} (cache_bytes), "
-                f"context_length={options['context_length']} (max_positions + {RESERVED}): {error}"
+                f"context_length={options['context_length']} (max_positions + {SGLANG_RESERVED}): {error}"
             ) from error
         self._cache_tokens = found["cache_tokens"]
 

@@ -16,15 +16,12 @@ from hf_engine.model_directory import (
     read_end_of_sequence_ids,
     read_model_directory,
 )
-from hf_engine.rollout.engine_rules import check_sglang_runs
+from hf_engine.rollout.engine_rules import SGLANG_RESERVED, check_sglang_runs, window_override
 from hf_engine.rollout.sglang._plugins import LOADER, SAMPLER
 from hf_protocols.errors import BackendError
 from hf_protocols.validation import show
 
-__all__ = ["RESERVED", "EngineModel", "build_options", "check_cache_rows", "check_more"]
-
-RESERVED = 6
-"""Positions, and tokens of the cache, that SGLang keeps to itself: it refuses a prompt that leaves it fewer."""
+__all__ = ["EngineModel", "build_options", "check_cache_rows", "check_more"]
 
 _OURS: dict[str, Any] = {
     "sampling_backend": SAMPLER,
@@ -87,16 +84,12 @@ class EngineModel:
 def config_overrides(model: ModelDirectory) -> dict[str, Any]:
     """Keys of the config that SGLang must see otherwise, to compute what transformers computes.
 
-    SGLang 0.5.23 lets a token of Cohere 2 attend to `sliding_window` tokens before it; transformers counts the token,
-    too. Its own configuration of OLMo 3 has the base of positions at the top alone, where transformers 5 does not write
-    it.
+    SGLang 0.5.23's own configuration of OLMo 3 has the base of positions at the top alone, where transformers 5 does
+    not write it.
     """
-    family, window = model.config.get("model_type"), model.config.get("sliding_window")
-    if family == "cohere2" and window:
-        return {"sliding_window": window - 1}
     rope = model.config.get("rope_parameters")
-    if family != "olmo3" or not isinstance(rope, Mapping):
-        return {}
+    if model.config.get("model_type") != "olmo3" or not isinstance(rope, Mapping):
+        return window_override(model)
     full = rope.get("full_attention", rope)
     stretched = None if full.get("rope_type", "default") == "default" else dict(full)
     return {"rope_theta": full["rope_theta"], "rope_scaling": stretched}
@@ -123,7 +116,7 @@ def check_cache_rows(lengths: Sequence[int], sampling: SamplingParams, cache_tok
     Raises:
         BackendError: naming the row.
     """
-    held = cache_tokens - RESERVED
+    held = cache_tokens - SGLANG_RESERVED
     for row, length in enumerate(lengths):
         if (tokens := length + sampling.max_new_tokens) > held:
             raise BackendError(
@@ -151,12 +144,12 @@ def build_options(
     check_more(more)
     token_bytes = model.cache_token_bytes(tp_size, dtype)
     tokens = cache_bytes // token_bytes
-    if tokens <= RESERVED:
+    if tokens <= SGLANG_RESERVED:
         raise BackendError(
             f"cache_bytes={cache_bytes} holds {tokens} tokens of {token_bytes} bytes of keys and values each. Raise "
             "cache_bytes"
         )
-    values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + RESERVED, tokens, max_rows)
+    values = (str(model.directory), dtype, seed % (1 << 31), tp_size, positions + SGLANG_RESERVED, tokens, max_rows)
     fixed = dict(zip(_BY_ARGUMENTS, values, strict=True)) | _OURS
     if model.overrides:
         if _OVERRIDES in more:

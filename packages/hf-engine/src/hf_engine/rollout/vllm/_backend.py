@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["VllmBackend"]
 
-_LARGEST_RANK = 512
-"""Of vLLM 0.32's adapters."""
-
 
 class VllmBackend:
     """Generation by vLLM, tensor parallel inside a replica; see `RolloutBackend` for what every method means.
@@ -132,7 +129,7 @@ class VllmBackend:
         """Says why adapters come merged; see `SupportsUnmergedAdapters`."""
         if not on_cpu and options.get("dtype", "float32") == "float32":
             return FLOAT32_REFUSAL
-        return find_engine_refusal(model, lora, largest_rank=_LARGEST_RANK)
+        return find_engine_refusal(model, lora)
 
     def held_adapters(self) -> LoraConfig | None:
         """Settings of the adapters; see `SupportsUnmergedAdapters`."""

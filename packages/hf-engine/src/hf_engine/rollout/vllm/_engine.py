@@ -18,7 +18,7 @@ from hf_engine.model_directory import check_model_directory, read_end_of_sequenc
 from hf_engine.process_groups import default_timeout
 from hf_engine.resharding.layouts import DTYPE_BYTES, WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
-from hf_engine.rollout.engine_rules import check_vllm_runs
+from hf_engine.rollout.engine_rules import check_vllm_runs, window_override
 from hf_engine.rollout.memory import choose_positions, take_again
 from hf_engine.rollout.shard import ShardTensor
 from hf_engine.rollout.vllm._adapters import EngineAdapter, build_adapter_arguments
@@ -31,7 +31,7 @@ from hf_engine.rollout.vllm._core import (
     parallel_state,
 )
 from hf_engine.rollout.vllm._draws import DrawProcessor
-from hf_engine.rollout.vllm._families import config_overrides, expected_head_size, families_as_trained
+from hf_engine.rollout.vllm._families import expected_head_size, families_as_trained
 from hf_engine.rollout.vllm._groups import GROUPS, current_tp_ranks, destroy_groups
 from hf_engine.rollout.vllm._library import options_set, serving_threads
 from hf_engine.rollout.vllm._process import collector_kept, started_here
@@ -157,7 +157,7 @@ class Engine:
             enforce_eager=True,
             async_scheduling=False,
             disable_log_stats=True,
-            hf_overrides=config_overrides(files),
+            hf_overrides=window_override(files),
             **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
         with (

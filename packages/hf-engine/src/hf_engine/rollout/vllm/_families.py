@@ -1,4 +1,4 @@
-"""Differences between families in vLLM: settings that it needs for a model, and parts that it must not change."""
+"""Differences between families in vLLM: how it caches and builds a model, and parts that it must not change."""
 
 from __future__ import annotations
 
@@ -14,21 +14,12 @@ from hf_engine.rollout.vllm._core import XIELU, Base, apertus, default_weight_lo
 from hf_engine.rollout.vllm._library import replaced
 from hf_protocols.models import ModelShape
 
-__all__ = ["DirectWrites", "config_overrides", "expected_head_size", "families_as_trained"]
+__all__ = ["DirectWrites", "expected_head_size", "families_as_trained"]
 
 _DIRECT = {"GptOssForCausalLM": ("w13_weight", "w2_weight", "w13_bias", "w2_bias", "sinks")}
 """Parameters that a loader of vLLM 0.32 copies to itself, by class: a reload hears of weight loaders alone."""
 _CHANGED_IN_PLACE = ("mlp.experts.down_proj_bias",)
 """Tensors of those classes in which the loader writes zeros."""
-
-
-def config_overrides(model: ModelDirectory) -> dict[str, Any]:
-    """Keys of the config that vLLM must see otherwise, to compute what transformers computes.
-
-    vLLM 0.32 lets a token of Cohere 2 attend to `sliding_window` tokens before it; transformers counts the token, too.
-    """
-    window = model.config.get("sliding_window")
-    return {"sliding_window": window - 1} if model.config.get("model_type") == "cohere2" and window else {}
 
 
 def expected_head_size(model: ModelDirectory, shape: ModelShape) -> int:
