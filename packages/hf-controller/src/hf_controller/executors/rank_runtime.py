@@ -169,10 +169,6 @@ class RankRuntime:
             )
         return outcome, self._report(call, outcome, progress, upstream=upstream)
 
-    def list_collected(self, role: str, method: str) -> tuple[int, ...]:
-        """The ranks whose results make the result of a call."""
-        return self._methods[role][method].protocol.collect(self._specs[role].topology).ranks
-
     def enter(self, doing: str) -> None:
         """Says what this rank is at between calls."""
         self.stage = Stage(None, doing, time.time())
