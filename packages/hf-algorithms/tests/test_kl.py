@@ -1,4 +1,4 @@
-"""Controllers of the KL coefficient."""
+"""The controller of the KL coefficient."""
 
 from __future__ import annotations
 
@@ -6,12 +6,8 @@ import math
 
 import pytest
 
-from hf_algorithms.kl import AdaptiveKL, FixedKL
+from hf_algorithms.kl import AdaptiveKL
 from hf_protocols import ConfigError
-
-
-def test_fixed_kl_keeps_the_coefficient() -> None:
-    assert FixedKL().update(0.05, 123.0, 64) == 0.05
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence from samples of one policy, and controllers of its coefficient. Pure."""
+"""Estimates of the KL divergence from samples of one policy, and the controller of its coefficient. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hf_protocols import ConfigError
 from hf_protocols.validation import Checks
 
-__all__ = ["AdaptiveKL", "FixedKL", "estimate_kl"]
+__all__ = ["AdaptiveKL", "estimate_kl"]
 
 _check = Checks(ConfigError)
 
@@ -36,16 +36,6 @@ def estimate_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> dict[st
     difference = torch.where(own == other, 0.0, own - other)  # also where both are -inf
     exponent = (-difference).clamp(max=_LARGEST_EXPONENT)
     return {"k1": difference, "k2": difference.square() / 2, "k3": (torch.expm1(exponent) - exponent).clamp(min=0.0)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class FixedKL:
-    """Keeps the coefficient of the KL penalty."""
-
-    def update(self, coefficient: float, observed_kl: float, num_samples: int) -> float:
-        """Returns `coefficient`."""
-        del observed_kl, num_samples
-        return coefficient
 
 
 @dataclass(frozen=True, kw_only=True)
