@@ -7,16 +7,16 @@ import pytest
 from hf_mapper import (
     ClusterSpec,
     MachineSpec,
-    ModelDemand,
     PoolRequest,
     WorkloadSpec,
-    best_parallelism,
     gpu,
     pack,
     simulate_inference,
     simulate_training,
 )
+from hf_mapper.search.demand import ModelDemand
 from hf_mapper.search.parallelism import (
+    ModelOption,
     build_options,
     default_backends,
     find_device_counts,
@@ -24,6 +24,7 @@ from hf_mapper.search.parallelism import (
     parallel_layouts,
     wave_counts,
 )
+from hf_mapper.search.pools import PoolTable
 from hf_protocols import ConfigError, GenerationSpec, ModelShape, ParallelSpec, Topology
 
 LLAMA = ModelShape.preset("llama-2-7b")
@@ -34,6 +35,16 @@ BOTH = ("fsdp", "megatron")
 
 REFERENCE = ModelDemand(model=LLAMA, calls=(("inference",),))
 ACTOR = ModelDemand(model=LLAMA, calls=(("generation",), ("inference",), ("training",)))
+
+
+def fastest_alone(demand: ModelDemand, num_gpus: int, budget_gib: int) -> ModelOption | None:
+    """The fastest of the search's ways to run a model alone on devices with so much memory to fill."""
+    chip = dataclasses.replace(gpu("a100-80"), memory_bytes=budget_gib * 2**30, reserved_bytes=0)
+    chip = dataclasses.replace(chip, efficiency=dataclasses.replace(chip.efficiency, fragmentation=0.0))
+    cluster = dataclasses.replace(CLUSTER, machines=(dataclasses.replace(MACHINE, gpu=chip),))
+    table = PoolTable(demands=[demand], cluster=cluster, workload=WORKLOAD)
+    ways = table.options(0, PoolRequest(machine=0, num_gpus=num_gpus))
+    return min(ways, key=lambda way: sum(way.stage_s), default=None)
 
 
 def written(model: ModelShape, num_gpus: int, *, workload=WORKLOAD, backends=BOTH, trained=True) -> list[str]:
@@ -86,7 +97,7 @@ def test_spread_experts_are_chosen_where_they_are_fastest() -> None:
         (spec, backend): simulate_training(mixtral, CLUSTER, spec, WORKLOAD, backend=backend).latency_s
         for spec, backend in parallel_layouts(mixtral, MACHINE, 32, WORKLOAD, BOTH, True)
     }
-    best = best_parallelism(demand, CLUSTER, 32, WORKLOAD, budget_bytes=2**50)
+    best = fastest_alone(demand, 32, 2**20)
     assert best is not None
     assert sum(best.stage_s) == pytest.approx(min(times.values()))
     assert (best.parallel, best.backend) == min(times, key=lambda layout: times[layout])
@@ -191,7 +202,7 @@ def test_device_counts_are_those_with_layouts() -> None:
 
 @pytest.mark.parametrize("budget_gib", [4, 8, 20, 40, 80])
 def test_the_best_layout_is_the_fastest_that_fits(budget_gib: int) -> None:
-    best = best_parallelism(REFERENCE, CLUSTER, 8, WORKLOAD, budget_bytes=budget_gib * 2**30)
+    best = fastest_alone(REFERENCE, 8, budget_gib)
     fitting = []
     for spec, backend in parallel_layouts(LLAMA, MACHINE, 8, WORKLOAD, BOTH, False):
         found = simulate_inference(LLAMA, CLUSTER, spec, WORKLOAD, backend=backend)
@@ -204,11 +215,11 @@ def test_the_best_layout_is_the_fastest_that_fits(budget_gib: int) -> None:
 
 
 def test_a_budget_that_is_too_small_has_no_layout() -> None:
-    assert best_parallelism(ACTOR, CLUSTER, 8, WORKLOAD, budget_bytes=2**30) is None
+    assert fastest_alone(ACTOR, 8, 1) is None
 
 
 def test_less_memory_makes_generation_go_in_waves() -> None:
-    plenty, little = (best_parallelism(ACTOR, CLUSTER, 8, WORKLOAD, budget_bytes=gib * 2**30) for gib in (512, 30))
+    plenty, little = (fastest_alone(ACTOR, 8, gib) for gib in (512, 30))
     assert plenty is not None
     assert little is not None
     assert plenty.num_waves == 1

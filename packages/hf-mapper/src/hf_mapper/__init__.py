@@ -46,10 +46,8 @@ from hf_mapper.measurements.traces import (
     validate_trace,
 )
 from hf_mapper.measurements.validation import SourceErrors, SweepErrors, build_report, validate_folder
-from hf_mapper.search.demand import ModelDemand
 from hf_mapper.search.exact_search import compute_cost, map_dataflow
 from hf_mapper.search.feasibility import find_smallest_cluster, is_feasible
-from hf_mapper.search.parallelism import ModelOption, best_parallelism
 from hf_mapper.search.placements import PoolRequest, Slots, pack, set_partitions
 from hf_mapper.search.simulation import (
     CallEstimate,
@@ -96,8 +94,6 @@ __all__ = [
     "MachineSpec",
     "MapperConfig",
     "MemoryTolerance",
-    "ModelDemand",
-    "ModelOption",
     "PoolChoice",
     "PoolRequest",
     "Simulation",
@@ -110,7 +106,6 @@ __all__ = [
     "Tolerance",
     "TraceConstants",
     "WorkloadSpec",
-    "best_parallelism",
     "build_page",
     "build_report",
     "calibrate_folder",

@@ -1,4 +1,4 @@
-"""Every layout of one model on n devices of one kind, with its times and bytes; and the best under a memory budget.
+"""Every layout of one model on n devices of one kind, with its times and bytes.
 
 A layout respects: tp inside a machine; heads, KV heads and MLP width divisible by tp; layers by pp; the sequences of
 an update by dp; experts by ep, which divides dp; the prompts by the number of generation replicas. Generation layouts
@@ -33,7 +33,6 @@ __all__ = [
     "BACKENDS",
     "ModelOption",
     "SimulatedOptions",
-    "best_parallelism",
     "build_options",
     "choose_backends",
     "default_backends",
@@ -252,25 +251,6 @@ def build_options(
     simulated = simulate_options(demand, cluster, num_gpus, workload, backends)
     seconds = simulated.stage_s(scales).tolist()
     return tuple(replace(way, stage_s=tuple(own)) for way, own in zip(simulated.ways, seconds, strict=True))
-
-
-def best_parallelism(
-    demand: ModelDemand,
-    cluster: ClusterSpec,
-    num_gpus: int,
-    workload: WorkloadSpec,
-    *,
-    budget_bytes: float,
-    backends: Sequence[str] | None = None,
-) -> ModelOption | None:
-    """Returns the fastest way to run one model alone within `budget_bytes` per rank (paper, Algorithm 2).
-
-    Ties go to the least memory, then to the first in order of layouts. None if nothing fits.
-    """
-    allowed = default_backends(cluster.machine.gpu.kind, backends)
-    options = build_options(demand, cluster, num_gpus, workload, allowed)
-    fitting = [option for option in options if option.memory_bytes <= budget_bytes]
-    return min(fitting, key=lambda option: (sum(option.stage_s), option.memory_bytes), default=None)
 
 
 def _list_rollouts(
