@@ -62,9 +62,3 @@ def test_a_seed_that_is_none_is_refused_by_the_rollout_backends(model, ranks1):
 def test_groups_are_of_a_topology(topology):
     with pytest.raises(TopologyError, match=r"^topology=.*. Use a Topology, such as"):
         build_groups(topology, "tp")
-
-
-def test_groups_wait_for_a_number_of_seconds():
-    for wrong in ("20", 0, float("inf")):
-        with pytest.raises(TopologyError, match=r"timeout_s=.* must be a finite number above 0"):
-            build_groups(ONE, "tp", timeout_s=wrong)

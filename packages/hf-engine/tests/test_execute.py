@@ -51,11 +51,12 @@ def reshard_between_random_layouts(num_cases):
         forth, back = plan_reshard(source, target), plan_reshard(target, source)
         bucket_bytes = rng.choice([16, 80, 4096])
         weights = empty_weights(target, rank)
-        received = execute_reshard(forth, cut_weights(source, rank, full), weights, bucket_bytes=bucket_bytes)
-        assert received == forth.recv_bytes[rank]
+        executor = ReshardExecutor(forth, bucket_bytes=bucket_bytes)
+        assert executor.run(cut_weights(source, rank, full), weights).recv_bytes == forth.recv_bytes[rank]
         assert_same(weights, cut_weights(target, rank, full))
         returned = empty_weights(source, rank)
-        assert execute_reshard(back, weights, returned, bucket_bytes=bucket_bytes) == back.recv_bytes[rank]
+        executor = ReshardExecutor(back, bucket_bytes=bucket_bytes)
+        assert executor.run(weights, returned).recv_bytes == back.recv_bytes[rank]
         assert_same(returned, cut_weights(source, rank, full))
 
 
@@ -376,7 +377,6 @@ def give_rank_1_what_cannot_be():
     plan = plan_reshard(fsdp_layout(shapes, range(2)), replicated_layout(shapes, range(2)))
     held, wanted = empty_weights(plan.source, rank), empty_weights(plan.target, rank)
     for wrong, message in (
-        ({"bucket_bytes": 1}, "bucket_bytes=1 does not hold four"),
         ({"device": "nope"}, "device='nope' cannot be used"),
         ({"device": "meta"}, "device='meta' holds no bytes"),
         ({"plan": None}, "plan=None. Use a ReshardPlan"),
@@ -384,6 +384,8 @@ def give_rank_1_what_cannot_be():
         given = {"plan": plan, "source": held, "target": wanted} | (wrong if rank else {})
         with pytest.raises(ReshardError, match=message if rank else f"rank 1 refused: {message}"):
             execute_reshard(**given)
+    with pytest.raises(ReshardError, match=r"^bucket_bytes=1 does not hold four"):
+        ReshardExecutor(plan, bucket_bytes=1)
     for ranks in ([0], [0, 0], "ab", [0, 1, 2]):
         with pytest.raises(ReshardError, match=r"ranks=.*. Use one plan rank for each of the 2 ranks of the group"):
             ReshardExecutor(plan, ranks=ranks)

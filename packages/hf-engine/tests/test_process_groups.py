@@ -13,7 +13,7 @@ from hf_protocols import ParallelSpec, Topology, TopologyError
 
 def groups_of(spec, axis):
     topology = Topology(ParallelSpec.parse(spec))
-    group = build_groups(topology, axis, timeout_s=20)
+    group = build_groups(topology, axis)
     members = tuple(dist.get_process_group_ranks(group))
     assert members == topology.group_of(axis, dist.get_rank())
     total = torch.tensor([float(dist.get_rank())])

@@ -94,23 +94,21 @@ def _record(handler: Any, _kind: object, error: BaseException | None, _trace: ob
         time.sleep(_SETTLING_S)
 
 
-def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = None) -> dist.ProcessGroup:
+def build_groups(topology: Topology, axis: Axis) -> dist.ProcessGroup:
     """Creates every group of `axis` and returns the one that this rank is in. Collective over all ranks.
 
     Members are in the axis's order; global ranks are the topology's ranks. A group of all ranks in rank order is
-    the default group itself, so that it costs no connections.
+    the default group itself, so that it costs no connections. Collectives of the new groups may wait as long as those
+    of the default group.
 
     Args:
         topology: the ranks; its world size is the default group's.
         axis: any axis that `topology.groups` knows.
-        timeout_s: how long a collective of the new groups may wait; None: as long as one of the default group.
 
     Raises:
-        TopologyError: if the default group has another number of ranks; for what is not a topology or no deadline.
+        TopologyError: if the default group has another number of ranks; for what is not a topology.
     """
     _check.kind("topology", topology, Topology, "a Topology, such as Topology(ParallelSpec(dp_size=2))")
-    if timeout_s is not None:
-        _check.number("timeout_s", timeout_s)
     require_process_group(TopologyError)
     if dist.get_world_size() != topology.world_size:
         raise TopologyError(
@@ -118,7 +116,7 @@ def build_groups(topology: Topology, axis: Axis, *, timeout_s: float | None = No
             "Start as many processes as the topology names"
         )
     # torch would give a new group half an hour, even if the caller chose another timeout for the default one.
-    timeout = default_timeout() if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = default_timeout()
     own: dist.ProcessGroup | None = None
     for ranks in topology.groups(axis):
         if ranks == tuple(range(topology.world_size)):

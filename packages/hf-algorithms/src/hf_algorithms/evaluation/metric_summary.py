@@ -19,25 +19,25 @@ __all__ = [
     "summarize_scores",
 ]
 
+_CONFIDENCE = 0.95
+"""Of an interval, both sides together."""
 
-def compute_wilson_interval(successes: float, trials: int, *, confidence: float = 0.95) -> tuple[float, float]:
-    """Returns the lower and upper bound of a share by Wilson (1927), eq. 5.
+
+def compute_wilson_interval(successes: float, trials: int) -> tuple[float, float]:
+    """Returns the lower and upper bound of a share's 95 % interval by Wilson (1927), eq. 5.
 
     Args:
         successes: of the trials; a half counts as one, such as that of a tie.
         trials: independent of each other.
-        confidence: of the interval, both sides together.
 
     Raises:
-        ConfigError: for no trials, more successes than trials, or a confidence that is not between 0 and 1.
+        ConfigError: for no trials, or more successes than trials.
     """
     if trials < 1 or not 0 <= successes <= trials:
         raise ConfigError(
             f"successes={successes}, trials={trials}: trials must be at least 1, and successes from 0 to trials"
         )
-    if not 0 < confidence < 1:
-        raise ConfigError(f"confidence={confidence}: must be above 0 and below 1")
-    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    z = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2)
     share, spread = successes / trials, z * z / trials
     center = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
@@ -46,8 +46,8 @@ def compute_wilson_interval(successes: float, trials: int, *, confidence: float 
     return low, 1.0 if successes == trials else center + half
 
 
-def compute_mean_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Returns the lower and upper bound of the mean of independent values; None for a single one.
+def compute_mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """Returns the lower and upper bound of the 95 % interval of independent values' mean; None for a single value.
 
     Values from 0 to 1 are counted as shares of a success (`compute_wilson_interval`): their variance is at most that of
     zeros and ones, so the interval is too wide rather than too narrow. Others have the normal interval of their
@@ -55,19 +55,16 @@ def compute_mean_interval(values: Sequence[float], *, confidence: float = 0.95) 
 
     Args:
         values: finite, at least one.
-        confidence: of the interval, both sides together.
 
     Raises:
-        ConfigError: for no values, or a confidence that is not between 0 and 1.
+        ConfigError: for no values.
     """
     if not values or (min(values) >= 0 and max(values) <= 1):
-        found = compute_wilson_interval(math.fsum(values), len(values), confidence=confidence)
+        found = compute_wilson_interval(math.fsum(values), len(values))
         return found if len(values) > 1 else None
     if len(values) == 1:
         return None
-    if not 0 < confidence < 1:
-        raise ConfigError(f"confidence={confidence}: must be above 0 and below 1")
-    half = NormalDist().inv_cdf((1 + confidence) / 2) * stdev(values) / math.sqrt(len(values))
+    half = NormalDist().inv_cdf((1 + _CONFIDENCE) / 2) * stdev(values) / math.sqrt(len(values))
     return fmean(values) - half, fmean(values) + half
 
 

@@ -330,7 +330,6 @@ def execute_reshard(
     source: Weights,
     target: Weights,
     group: dist.ProcessGroup | None = None,
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     device: torch.device | str | None = None,
 ) -> int:
     """Runs a plan once; returns the bytes of weights that this rank received. See `ReshardExecutor` to run it often.
@@ -339,8 +338,7 @@ def execute_reshard(
         plan: from `plan_reshard`; the same on every rank.
         source: this rank's tensors in the source layout.
         target: this rank's tensors in the target layout; on the host or on `device`.
-        group: as in `ReshardExecutor`, as is `bucket_bytes`.
-        bucket_bytes: bound on the communication buffers.
+        group: as in `ReshardExecutor`, whose usual bound on the communication buffers holds.
         device: as in `ReshardExecutor`; a rank that holds no tensor takes part there, too.
 
     Raises:
@@ -348,7 +346,7 @@ def execute_reshard(
     """
     find_members(group, None)
     with together("the plan was not run", group, error=ReshardError):
-        executor = ReshardExecutor(plan, group=group, bucket_bytes=bucket_bytes, device=device)
+        executor = ReshardExecutor(plan, group=group, device=device)
     return executor.run(source, target).recv_bytes
 
 
