@@ -27,7 +27,7 @@ from hf_algorithms.data import write_addition_data
 from hf_algorithms.preflight.placement import plan_dataflow
 from hf_algorithms.recipes import RECIPES
 from hf_algorithms.run import loop as run_module
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import MappingPlan
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -33,8 +33,8 @@ from learning_tasks import write_small_addition
 from separating_tasks import write_task_data
 
 from hf_algorithms.config import Config, format_toml, parse_config
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
+from hf_algorithms.run_directory import RunDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"

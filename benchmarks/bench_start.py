@@ -30,7 +30,7 @@ from measurement import record
 
 from hf_algorithms.commands.quickstart import prepare_quickstart
 from hf_algorithms.config import format_toml
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import read_machine_limits
 
 MOST_S = 10.0

@@ -44,7 +44,7 @@ from soak_server import TendedServer
 from hf_algorithms.checkpoints import LEDGER, CheckpointError, count_ledger, find_commits
 from hf_algorithms.checkpoints.commit import STEPS, read_commit
 from hf_algorithms.data import load_rows, write_addition_data, write_rows
-from hf_algorithms.run.directory import ORIGIN
+from hf_algorithms.run_directory import ORIGIN
 
 __all__ = ["Soak", "Struck", "draw_fault"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms.run.lock import RunLock
+from hf_algorithms.run_lock import RunLock
 from hf_protocols import GenerationSpec, MachinePlan, MappingPlan, ModelPlan, ParallelSpec, PoolPlan
 from small_runs import Outcome, read_metrics
 

@@ -10,8 +10,8 @@ import pytest
 
 from hf_algorithms.config import parse_config
 from hf_algorithms.data import write_addition_data
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
+from hf_algorithms.run_directory import RunDirectory
 from small_runs import read_metrics
 
 pytestmark = [pytest.mark.matrix, pytest.mark.timeout(900)]

@@ -11,7 +11,7 @@ import pytest
 import hf_controller
 from hf_algorithms.commands import quickstart
 from hf_algorithms.preflight import machine
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import PoolError
 from small_runs import Outcome, read_samples
 

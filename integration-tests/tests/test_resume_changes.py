@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_algorithms import train
-from hf_algorithms.run.directory import ORIGIN
+from hf_algorithms.run_directory import ORIGIN
 from hf_protocols import ConfigError, HybridFlowError
 from small_runs import Outcome, read_metrics, without_times
 

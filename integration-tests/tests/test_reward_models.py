@@ -20,9 +20,9 @@ from hf_algorithms.data import load_rows
 from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_algorithms.preflight.inputs import load_row_sets
 from hf_algorithms.report import describe_metric
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.loop import run_training
 from hf_algorithms.run.supervised import check_supervised, run_supervised
+from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.trackers import MetricsHook
 from hf_protocols import ConfigError, HybridFlowError, MappingPlan
 from small_runs import Outcome, read_metrics, without_times

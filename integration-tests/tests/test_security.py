@@ -40,7 +40,7 @@ OWN_PROCESSES = {
     "hf-engine/src/hf_engine/testing/_local_ranks.py": 2,
 }
 """Calls that unpickle, by file: each reads what another process of the same program wrote, and no file."""
-PASSED_FUNCTIONS = "hf-algorithms/src/hf_algorithms/api/inputs.py"
+PASSED_FUNCTIONS = "hf-algorithms/src/hf_algorithms/passed_inputs.py"
 """Writes a file of code that unpickles a function of the program which passed it."""
 TRUSTING = re.compile(
     r"(?!(ModelShape|cls|GenerationConfig|PeftModel)\.)\w+\.(from_pretrained|from_config)"

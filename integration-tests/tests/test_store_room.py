@@ -21,10 +21,10 @@ from hf_algorithms.preflight.checks import check_run
 from hf_algorithms.preflight.store_room import describe_store, estimate_batch_bytes, estimate_supervised_bytes
 from hf_algorithms.run import loop, supervised
 from hf_algorithms.run.any_run import run_recipe
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.evaluations import RunEvaluations
 from hf_algorithms.run.supervised import check_supervised
 from hf_algorithms.run.wiring import build_roles
+from hf_algorithms.run_directory import RunDirectory
 from hf_controller import Executor, TracingExecutor
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError

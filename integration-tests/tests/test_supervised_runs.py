@@ -19,8 +19,8 @@ from hf_algorithms import evaluate
 from hf_algorithms.config import parse_config
 from hf_algorithms.evaluation.metric_summary import compute_wilson_interval
 from hf_algorithms.run.any_run import run_recipe
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.supervised import check_supervised
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import ConfigError
 from small_runs import Outcome, read_metrics, read_samples, without_times
 

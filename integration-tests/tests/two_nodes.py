@@ -25,7 +25,7 @@ from hf_algorithms.recipes import RECIPES, StepContext
 from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
 from hf_algorithms.run import loop, wiring
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
 from hf_controller.data.columns import find_columns
 from hf_protocols import (

@@ -19,7 +19,7 @@ from hf_algorithms.checkpoints.origin import InputFile, RunOrigin, describe_orig
 from hf_algorithms.checkpoints.program import Program, load_generators, read_program, save_generators, write_program
 from hf_algorithms.checkpoints.saver import BestCommits, Cadence
 from hf_algorithms.config import parse_config
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import ConfigError
 
 

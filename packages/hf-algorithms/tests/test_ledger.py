@@ -11,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from hf_algorithms.checkpoints import LEDGER, Ledger, LedgerError, count_ledger
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, InProcessExecutor
 
 PROMPTS = [(0, 7, 0), (0, 3, 0), (1, 7, 0)]

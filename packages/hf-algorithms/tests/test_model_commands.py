@@ -24,7 +24,7 @@ from hf_algorithms.data import build_character_tokenizer
 from hf_algorithms.evaluation.generation import generate
 from hf_algorithms.evaluation.model_evaluation import evaluate
 from hf_algorithms.models.exporting import export
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_engine.testing import write_tiny_model
 from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError
 

@@ -21,8 +21,8 @@ from hf_algorithms.preflight.inputs import RunInputs, load_inputs
 from hf_algorithms.preflight.placement import check_batches, check_plan
 from hf_algorithms.preflight.walk import walk_calls
 from hf_algorithms.recipes import Role
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.wiring import build_roles, build_sampling
+from hf_algorithms.run_directory import RunDirectory
 from hf_controller import TracingExecutor, Worker
 from hf_protocols import (
     THREE_D_ALL_MICRO_DP,

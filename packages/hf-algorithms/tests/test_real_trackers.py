@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hf_algorithms.config import build_sections, parse_config
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.trackers import TRACKERS, _follow, prepare_tracking
 
 pytestmark = [pytest.mark.trackers, pytest.mark.timeout(600)]

@@ -10,8 +10,8 @@ from hf_algorithms.checkpoints import LEDGER, Ledger, count_ledger
 from hf_algorithms.checkpoints.program import Program
 from hf_algorithms.config import RunConfig
 from hf_algorithms.data import RowOrder
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.restarts import Restarts
+from hf_algorithms.run_directory import RunDirectory
 from hf_controller import LostClusterError, RemoteCallError
 from hf_protocols import (
     BackendError,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_algorithms.run.directory import ORIGIN, RunDirectory, RunDirectoryError
+from hf_algorithms.run_directory import ORIGIN, RunDirectory, RunDirectoryError
 from hf_protocols import ConfigError
 
 

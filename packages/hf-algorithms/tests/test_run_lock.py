@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from hf_algorithms import train
-from hf_algorithms.run.directory import RunDirectory
-from hf_algorithms.run.lock import RunLock, check_unlocked, training_alone
+from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.run_lock import RunLock, check_unlocked, training_alone
 from hf_protocols import ConfigError
 
 
@@ -38,7 +38,7 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
 
 def test_a_lock_of_a_killed_owner_is_taken_over(tmp_path: Path) -> None:
     program = (
-        "import sys, time; from pathlib import Path; from hf_algorithms.run.lock import RunLock\n"
+        "import sys, time; from pathlib import Path; from hf_algorithms.run_lock import RunLock\n"
         "lock = RunLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True) as owner:

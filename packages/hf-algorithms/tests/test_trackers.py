@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from hf_algorithms.config import Config, build_sections, parse_config
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.trackers import TRACKERS, RunFacts, Status, _follow, prepare_tracking
 from hf_algorithms.trackers._tracker import hide_config_secrets, select_summary
 from hf_protocols import ConfigError

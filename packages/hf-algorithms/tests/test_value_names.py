@@ -6,7 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hf_algorithms.api.value_names import naming_arguments, naming_flags, naming_parameters
+from hf_algorithms.value_names import naming_arguments, naming_flags, naming_parameters
 from hf_protocols import ConfigError, DataError, HybridFlowError
 
 

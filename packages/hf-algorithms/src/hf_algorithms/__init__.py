@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from hf_algorithms.models.exporting import export
     from hf_algorithms.recipes import RECIPES, AlgorithmConfig, PPOConfig, Recipe, Role, StepContext
     from hf_algorithms.roles import Roles
-    from hf_algorithms.run.directory import RunDirectory
     from hf_algorithms.run.loop import run_training
     from hf_algorithms.run.supervised import run_supervised
+    from hf_algorithms.run_directory import RunDirectory
 
 __all__ = [
     "GAE",
@@ -68,7 +68,7 @@ _HOMES = {
     "recipes": ("RECIPES", "AlgorithmConfig", "PPOConfig", "Recipe", "Role", "StepContext"),
     "roles": ("Roles",),
     "run.loop": ("run_training",),
-    "run.directory": ("RunDirectory",),
+    "run_directory": ("RunDirectory",),
     "run.supervised": ("run_supervised",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}

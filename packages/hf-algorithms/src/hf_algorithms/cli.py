@@ -17,7 +17,6 @@ from hf_algorithms.commands.command_line import (
     describe_error,
     exit_codes,
     fail,
-    hush_torch,
     print_summary,
     search_path_of,
 )
@@ -27,6 +26,7 @@ from hf_algorithms.commands.replay import replay
 from hf_algorithms.commands.serve import serve
 from hf_algorithms.commands.training import dpo, reward_model, sft, train
 from hf_algorithms.commands.watch import watch
+from hf_algorithms.torch_notices import hush_torch
 from hf_controller.signals import Terminated, after_imports, send_lost_signals_again
 from hf_protocols import ConfigError, DataError, HybridFlowError, PlanError
 
@@ -51,8 +51,8 @@ def cli() -> None:
 def quickstart(output: Path, seed: int, iterations: int, ranks: int, rollout: str) -> None:
     """Teach a small model addition with PPO, on this machine. Replaces an earlier quickstart in OUTPUT."""
     from hf_algorithms.commands.quickstart import check_quickstart, prepare_quickstart
-    from hf_algorithms.run.directory import RunDirectory
     from hf_algorithms.run.loop import run_training
+    from hf_algorithms.run_directory import RunDirectory
 
     directory = RunDirectory(output, overwrite=True)
     prepare = partial(prepare_quickstart, seed=seed, iterations=iterations, ranks=ranks, rollout=rollout)

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.api.inputs import InputFolder, are_texts
 from hf_algorithms.api.notebook import is_notebook
-from hf_algorithms.api.value_names import naming_parameters, refuse_doubled, rewording
 from hf_algorithms.held_functions import find_lost, hold_again, release
-from hf_algorithms.run.lock import training_alone
+from hf_algorithms.passed_inputs import InputFolder, are_texts
+from hf_algorithms.run_lock import training_alone
+from hf_algorithms.value_names import naming_parameters, refuse_doubled, rewording
 from hf_protocols.errors import ConfigError
 from hf_protocols.validation import show
 
@@ -260,7 +260,7 @@ def _run(
 ) -> TrainingResult:
     from hf_algorithms.config import parse_config
     from hf_algorithms.run.any_run import run_recipe
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
     _check("on_metrics", on_metrics, Callable, "a function of an iteration and its metrics")
     _check("overwrite", overwrite, bool, "True or False")
@@ -345,7 +345,7 @@ def _resume(
 def _find_lost_reward(run: Path, reward: Any) -> str | None:
     """The reference of a reward that could not be pickled and that is passed again; None for another run or reward."""
     from hf_algorithms.checkpoints.origin import read_origin
-    from hf_algorithms.run.directory import ORIGIN
+    from hf_algorithms.run_directory import ORIGIN
 
     if not callable(reward) or not (run / ORIGIN).is_file():
         return None

@@ -3,7 +3,7 @@
 `commit` is one step on disk, `program` what the program itself keeps, `origin` what a run was started with. `saver`
 says when a run that goes on commits and which commits it keeps, `pending_step` is a commit that a thread writes, and
 `resume` reads one.
-What must not live here: tensors, which belong to the workers, and files that grow, which belong to `run.directory`.
+What must not live here: tensors, which belong to the workers, and files that grow, which belong to `run_directory`.
 """
 
 from __future__ import annotations

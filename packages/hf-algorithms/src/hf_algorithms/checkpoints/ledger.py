@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_protocols import HybridFlowError
 
 if TYPE_CHECKING:
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture
 
 __all__ = ["LEDGER", "STATES", "Ledger", "LedgerError", "count_ledger"]

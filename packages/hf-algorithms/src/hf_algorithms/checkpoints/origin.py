@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.commit import CheckpointError, digest_file
-from hf_algorithms.run.directory import ORIGIN
+from hf_algorithms.run_directory import ORIGIN
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
 __all__ = ["InputFile", "RunOrigin", "describe_origin", "move_paths", "read_origin", "write_origin"]
 

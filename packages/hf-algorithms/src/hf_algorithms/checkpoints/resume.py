@@ -17,7 +17,7 @@ from hf_algorithms.checkpoints.program import Program, load_generators, read_pro
 from hf_algorithms.config import DeadlinesConfig
 from hf_algorithms.held_functions import find_lost
 from hf_algorithms.roles import Roles, list_trained
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 from hf_protocols import ConfigError, MappingPlan, PlanError
 from hf_protocols.validation import show
 

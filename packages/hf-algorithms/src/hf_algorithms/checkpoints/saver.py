@@ -27,13 +27,13 @@ from hf_algorithms.checkpoints.commit import (
 from hf_algorithms.checkpoints.pending_step import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.roles import Roles, list_trained
-from hf_algorithms.run.directory import RunDirectoryError
+from hf_algorithms.run_directory import RunDirectoryError
 from hf_protocols import HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
     from hf_algorithms.config import RunConfig
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
 __all__ = ["BestCommits", "Cadence", "Checkpoints", "SupportsSummary"]
 

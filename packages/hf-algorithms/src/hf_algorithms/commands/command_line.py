@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -17,9 +16,9 @@ from hf_protocols.paths import read_path
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
-__all__ = ["UserPath", "describe_error", "exit_codes", "fail", "hush_torch", "print_summary", "search_path_of"]
+__all__ = ["UserPath", "describe_error", "exit_codes", "fail", "print_summary", "search_path_of"]
 
 
 class UserPath(click.Path):
@@ -52,11 +51,6 @@ def exit_codes(directory: RunDirectory | None = None) -> Iterator[None]:
         yield
     except HybridFlowError as error:
         fail(describe_error(error), 1 if directory is not None and directory.has_begun else 2)
-
-
-def hush_torch() -> None:
-    """Hides a deprecation notice of torch about its own use of itself, at the first jagged tensor."""
-    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def fail(message: str, code: int) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from hf_algorithms.api.value_names import naming_flags
+from hf_algorithms.value_names import naming_flags
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.paths import read_path
 from hf_protocols.toml import parse_toml

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hf_algorithms.api.value_names import naming_flags
 from hf_algorithms.commands.data import read_values
+from hf_algorithms.value_names import naming_flags
 
 if TYPE_CHECKING:
     from hf_algorithms.evaluation.model_evaluation import EvaluationResult

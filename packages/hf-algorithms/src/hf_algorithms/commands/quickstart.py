@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import write_addition_data
-from hf_algorithms.run.directory import RunDirectory
+from hf_algorithms.run_directory import RunDirectory
 
 __all__ = ["check_quickstart", "prepare_quickstart"]
 

@@ -78,7 +78,7 @@ def reward_model() -> None:
 def _run(command: str, config: Path, overrides: tuple[str, ...], plan_file: Path | None, *, overwrite: bool) -> None:
     from hf_algorithms.config import load_config
     from hf_algorithms.run.any_run import run_recipe
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
     search_path = search_path_of(config)
     settings = load_config(config, overrides, search_path=search_path, command=command)

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_algorithms.api.inputs import temporary_inputs
-from hf_algorithms.api.value_names import naming_arguments, refuse_doubled
 from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
 from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, load_tokenizer, open_rows, read_template
 from hf_algorithms.evaluation.responses import build_sampling_of, check_room, draw_responses
 from hf_algorithms.models.initial_model import check_vocabulary, without_progress
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
+from hf_algorithms.passed_inputs import temporary_inputs
 from hf_algorithms.preflight.placement import check_backend_options
+from hf_algorithms.value_names import naming_arguments, refuse_doubled
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.paths import read_path
 from hf_protocols.validation import Checks, show

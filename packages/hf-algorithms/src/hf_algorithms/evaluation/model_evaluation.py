@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.api.inputs import NAME, check_name, temporary_inputs
-from hf_algorithms.api.value_names import naming_arguments
 from hf_algorithms.atomic_files import refuse_unwritable, write_text, writing_lines
 from hf_algorithms.evaluation.generation import (
     NO_OPTIONS,
@@ -25,7 +23,9 @@ from hf_algorithms.evaluation.generation import (
 )
 from hf_algorithms.evaluation.responses import ResponseScorer, name_metrics
 from hf_algorithms.evaluation.sets import SetResult, evaluate_set
+from hf_algorithms.passed_inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.preflight.reward_functions import check_metric
+from hf_algorithms.value_names import naming_arguments
 from hf_protocols import ConfigError
 from hf_protocols.paths import read_path
 from hf_protocols.validation import Checks, show

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hf_algorithms.models.initial_model import Head, InitialModel
     from hf_algorithms.preflight.inputs import ModelInputs
     from hf_algorithms.roles import Roles
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture, WorkerGroup
     from hf_engine import SamplingParams
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.run.directory import ORIGIN, is_run
+from hf_algorithms.run_directory import ORIGIN, is_run
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
 from hf_protocols import ConfigError

@@ -6,17 +6,17 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hf_algorithms.commands.command_line import hush_torch
 from hf_algorithms.models.initial_model import without_progress
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_algorithms.run.loop import run_training
 from hf_algorithms.run.supervised import run_supervised
+from hf_algorithms.torch_notices import hush_torch
 from hf_controller import Terminated
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints import Resumption
     from hf_algorithms.config import Config
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_algorithms.trackers import MetricsHook
     from hf_protocols import MappingPlan
 

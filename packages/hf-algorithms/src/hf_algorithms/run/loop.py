@@ -28,7 +28,6 @@ from hf_algorithms.report import leave_report
 from hf_algorithms.rewards import TrainerState
 from hf_algorithms.roles import Roles
 from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
-from hf_algorithms.run.directory import RunDirectory
 from hf_algorithms.run.display import RunDisplay
 from hf_algorithms.run.evaluations import RunEvaluations
 from hf_algorithms.run.iteration import RunIteration
@@ -46,6 +45,7 @@ from hf_algorithms.run.summary import RunSummary
 from hf_algorithms.run.training_samples import collect_training_samples
 from hf_algorithms.run.warm_start import warm_start
 from hf_algorithms.run.wiring import build_roles, build_sampling
+from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
 from hf_controller import Executor, InProcessExecutor
 from hf_protocols import MappingPlan

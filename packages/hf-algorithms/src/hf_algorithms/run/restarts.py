@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.resume import reopen
 from hf_algorithms.replay import describe_recorded, drop_states
-from hf_algorithms.run.lock import training_alone
 from hf_algorithms.run.stop import RunStop
+from hf_algorithms.run_lock import training_alone
 from hf_controller import LostClusterError, RemoteCallError
 from hf_protocols import BackendError, HybridFlowError, NonFiniteLossError, WorkerError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_algorithms.checkpoints.program import Program
     from hf_algorithms.config import Config, RunConfig
     from hf_algorithms.data import RowOrder
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_algorithms.trackers import MetricsHook
     from hf_protocols import MappingPlan
 

@@ -14,7 +14,7 @@ from hf_algorithms.preflight.inputs import ModelInputs
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints import Resumption
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_protocols import MappingPlan
 
 __all__ = ["begin_run", "check_inputs"]

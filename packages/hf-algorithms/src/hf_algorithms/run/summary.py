@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.checkpoints.commit import WARM_START, find_commits
 from hf_algorithms.held_functions import find_held
-from hf_algorithms.run.directory import RunDirectoryError
+from hf_algorithms.run_directory import RunDirectoryError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.program import Program

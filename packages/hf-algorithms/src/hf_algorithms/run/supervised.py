@@ -50,7 +50,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_algorithms.data import FileRows, RowOrder
     from hf_algorithms.roles import Roles
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
     from hf_controller import BatchFuture, Executor
     from hf_protocols import MappingPlan
 

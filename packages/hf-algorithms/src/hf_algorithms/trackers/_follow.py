@@ -24,7 +24,7 @@ from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import show
 
 if TYPE_CHECKING:
-    from hf_algorithms.run.directory import RunDirectory
+    from hf_algorithms.run_directory import RunDirectory
 
 __all__ = ["MetricsHook", "Tracking", "prepare_tracking"]
 

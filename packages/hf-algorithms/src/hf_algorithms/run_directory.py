@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_algorithms.atomic_files import replace_folder, sync, sync_tree, write_text
-from hf_algorithms.run.lock import RunLock, check_unlocked
+from hf_algorithms.run_lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.validation import show
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
-from hf_algorithms.api.value_names import rewording
 from hf_algorithms.held_functions import hold, release
 from hf_algorithms.users_code import pickle_with_module
+from hf_algorithms.value_names import rewording
 from hf_protocols.errors import ConfigError, DataError
 from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import show

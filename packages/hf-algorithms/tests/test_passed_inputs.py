@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hf_algorithms.api.inputs import InputFolder
+from hf_algorithms.passed_inputs import InputFolder
 
 
 class LengthReward:
