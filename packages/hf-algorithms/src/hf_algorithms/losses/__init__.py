@@ -11,7 +11,7 @@ tool's answer. What stands at other tokens changes nothing, not even NaN.
 from __future__ import annotations
 
 from hf_algorithms.losses._aggregation import Aggregation, count_group_tokens
-from hf_algorithms.losses._correction import Correction
+from hf_algorithms.losses._correction import Correction, measure_mismatch
 from hf_algorithms.losses._distillation import DistillationLoss
 from hf_algorithms.losses._kl_term import KLTerm
 from hf_algorithms.losses._loss import Loss, LossOfOutputs
@@ -64,4 +64,5 @@ __all__ = [
     "count_group_tokens",
     "find_loss",
     "label_pairs",
+    "measure_mismatch",
 ]

@@ -152,8 +152,7 @@ class AdvantageWorker(Worker):
         from hf_algorithms.advantages import compute_score_metrics
         from hf_algorithms.advantages.shaping import TRUNCATED
         from hf_algorithms.kl import estimate_kl
-        from hf_algorithms.losses import GAP_BOUND
-        from hf_algorithms.losses._correction import measure_mismatch
+        from hf_algorithms.losses import GAP_BOUND, measure_mismatch
 
         rows = float(len(batch))
         mask = pad_rows(batch["response_mask"]).bool()
