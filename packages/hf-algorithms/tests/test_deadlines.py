@@ -40,7 +40,7 @@ def test_deadlines_are_seconds(value):
         parse_config({**BODY, "deadlines": {"train_s": value}})
 
 
-def test_a_set_of_a_supervised_run_has_the_deadline_of_evaluations(monkeypatch):
+def test_a_set_has_the_deadline_of_evaluations(monkeypatch):
     config = parse_config({**BODY, "deadlines": {"evaluate_s": 7.0}})
     held = []
 

@@ -32,6 +32,7 @@ from hf_protocols import (
     Dataflow,
     GenerationSpec,
     HybridFlowError,
+    MachinePlan,
     MappingPlan,
     ModelShape,
     ParallelSpec,
@@ -240,6 +241,20 @@ def test_a_plan_that_does_not_say_which_entry_is_asked() -> None:
     written = replace(plan, estimates=None)  # by hand, without what the mapper leaves
     with pytest.raises(PlanError, match="Add @a100-80#1 or @a100-80#2"):
         simulate_placement(PPO, shapes, both, WORKLOAD, read_placement(written))
+
+
+@pytest.mark.parametrize("slots", [(32,), (4, 4, 4, 4, 4, 4, 4, 4), (8, 8, 9, 7)])
+def test_machines_that_no_pool_has_are_refused(slots: tuple[int, ...]) -> None:
+    shapes = models(LARGE)
+    machine = MachineSpec(gpu=gpu("h100"), num_gpus=8, num_machines=4)
+    machines = ClusterSpec(machines=(machine,), inter_bandwidth_bytes_per_s=25e9)
+    together = [PoolChoice(roles=tuple(shapes), num_gpus=32)]
+    plan = simulate_placement(PPO, shapes, machines, WORKLOAD, together).plan
+    pool = plan.pools[0]
+    other = replace(pool, machines=tuple(MachinePlan(gpu_kind="h100", slots=count) for count in slots))
+    edited = replace(plan, pools=tuple(other if each is pool else each for each in plan.pools))
+    with pytest.raises(PlanError, match=r"whole machines of 8 and one with the rest, \[8, 8, 8, 8\]$"):
+        simulate_placement(PPO, shapes, machines, WORKLOAD, read_placement(edited))
 
 
 def test_simulation_prefers_edited_machines_to_estimates() -> None:

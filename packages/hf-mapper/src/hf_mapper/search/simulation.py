@@ -38,13 +38,15 @@ _GIB = 2**30
 class PoolChoice:
     """Roles that share `num_gpus` devices; `layouts` are given ones, by role, others are chosen.
 
-    `gpu_kind` is needed where the cluster has several kinds: a name of `ClusterSpec.names`.
+    `gpu_kind` is needed where the cluster has several kinds: a name of `ClusterSpec.names`. `slots` are those that a
+    plan has on each machine; a pool takes whole machines and a part of one more.
     """
 
     roles: tuple[str, ...]
     num_gpus: int
     gpu_kind: str | None = None
     layouts: Mapping[str, ModelPlan] = field(default_factory=dict)
+    slots: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +142,10 @@ def read_placement(plan: MappingPlan) -> tuple[PoolChoice, ...]:
             raise PlanError(f"pool {show(pool.name)} has {' and '.join(sorted(kinds))}: a pool is of one kind")
         if layouts:
             name = find_machines(plan, pool.name, kinds.pop())
-            found.append(PoolChoice(roles=tuple(layouts), num_gpus=pool.num_slots, gpu_kind=name, layouts=layouts))
+            slots = tuple(machine.slots for machine in pool.machines)
+            found.append(
+                PoolChoice(roles=tuple(layouts), num_gpus=pool.num_slots, gpu_kind=name, layouts=layouts, slots=slots)
+            )
     return tuple(found)
 
 
@@ -215,7 +220,15 @@ def _build_request(cluster: ClusterSpec, pool: PoolChoice) -> PoolRequest:
     if len(names) > 1:
         lack = f"says {kind} alone" if kind else "names no kind of device"
         raise PlanError(f"placement: pool {'+'.join(pool.roles)} {lack}. Add @{' or @'.join(names)}")
-    return PoolRequest(machine=cluster.names.index(names[0]), num_gpus=pool.num_gpus)
+    request = PoolRequest(machine=cluster.names.index(names[0]), num_gpus=pool.num_gpus)
+    whole, rest = divmod(pool.num_gpus, most := cluster.machines[request.machine].num_gpus)
+    packed = [most] * whole + [rest] * (rest > 0)
+    if pool.slots and sorted(pool.slots, reverse=True) != packed:
+        raise PlanError(
+            f"placement: pool {'+'.join(pool.roles)} has machines with {list(pool.slots)} slots. Give it whole "
+            f"machines of {most} and one with the rest, {packed}"
+        )
+    return request
 
 
 def _list_options(
