@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
 from hf_algorithms.preflight.row_limits import RowLimit, RowTokens, find_bound, find_context, find_long_rows
-from hf_engine import SupportsRowCheck, load_rollout_backend
+from hf_engine import SupportsPromptCheck, SupportsRowCheck, load_rollout_backend
+from hf_engine.model_directory import read_model_directory
 from hf_protocols import BackendError, ConfigError
 from hf_protocols.validation import show
 
@@ -106,8 +107,10 @@ def check_scorers(config: Config, inputs: RunInputs) -> None:
 def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
     """Refuses options of the rollout backend that have no room for a row; others must have been found good before.
 
+    Refuses prompts as well from which the backend does not generate.
+
     Raises:
-        ConfigError: naming the option and what is needed.
+        ConfigError: naming the option and what is needed, or the row.
     """
     held_out = max(inputs.validation.max_prompt_tokens, inputs.test.max_prompt_tokens)
     longest = [
@@ -115,6 +118,8 @@ def check_cache(rollout: RolloutConfig, inputs: RunInputs) -> None:
         (held_out + rollout.max_new_tokens, 1),
     ]
     _check_rows(rollout, inputs, longest)
+    for data in (inputs.train, inputs.validation, inputs.test):
+        _check_prompts(rollout, inputs, data, rollout.max_new_tokens)
     check_row_cache(rollout, inputs)
 
 
@@ -122,13 +127,26 @@ def check_row_cache(rollout: RolloutConfig, inputs: ModelInputs) -> None:
     """Does the same for the sets of `[[evaluation]]` alone.
 
     Raises:
-        ConfigError: naming the option and what is needed.
+        ConfigError: naming the option and what is needed, or the row.
     """
     _check_rows(
         rollout,
         inputs,
         [(each.data.max_prompt_tokens + each.max_new_tokens, each.config.samples) for each in inputs.evaluations],
     )
+    for each in inputs.evaluations:
+        _check_prompts(rollout, inputs, each.data, each.max_new_tokens)
+
+
+def _check_prompts(rollout: RolloutConfig, inputs: ModelInputs, data: PromptDataset, max_new_tokens: int) -> None:
+    backend = load_rollout_backend(rollout.backend)
+    if not issubclass(backend, SupportsPromptCheck):
+        return
+    model = read_model_directory(inputs.model.path, needs_weights=False)
+    try:
+        backend.check_prompts(model, data.prompt_lengths, max_new_tokens=max_new_tokens)
+    except BackendError as error:
+        raise ConfigError(f"{data.source}: {error}") from None
 
 
 def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[tuple[int, int]]) -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "SupportsModelCheck",
     "SupportsOptionCheck",
     "SupportsPadding",
+    "SupportsPromptCheck",
     "SupportsReplicas",
     "SupportsRowCheck",
     "SupportsScores",
@@ -268,6 +269,25 @@ class SupportsRowCheck(Protocol):
 
         Raises:
             BackendError: naming the option and what is needed.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsPromptCheck(Protocol):
+    """A rollout backend that knows from a model's files which prompts it does not generate from."""
+
+    @classmethod
+    def check_prompts(cls, model: ModelDirectory, lengths: Sequence[int], *, max_new_tokens: int) -> None:
+        """Refuses prompts that `generate` refuses for their length, and that fit the model's positions.
+
+        Args:
+            model: whose configuration is read.
+            lengths: tokens of each prompt.
+            max_new_tokens: of a response.
+
+        Raises:
+            BackendError: naming the row by its place in `lengths`.
         """
         ...
 

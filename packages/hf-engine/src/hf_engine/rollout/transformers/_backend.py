@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -25,7 +25,14 @@ from hf_engine.backends.gradients import with_gradients
 from hf_engine.backends.jagged import Ragged
 from hf_engine.backends.lora_config import LoraConfig
 from hf_engine.model_directory import ModelDirectory, errors_of
-from hf_engine.models.causal_lm import build_without_memory, keeps_state, load_causal_lm, move_to, refuse_lacking
+from hf_engine.models.causal_lm import (
+    build_without_memory,
+    keeps_state,
+    load_causal_lm,
+    move_to,
+    read_text_config,
+    refuse_lacking,
+)
 from hf_engine.models.conversions import find_buffer_owners, persistent_buffers, read_file_names
 from hf_engine.models.lora import add_adapters, named_parameters
 from hf_engine.models.rope import find_rope_limits
@@ -143,6 +150,11 @@ class TransformersBackend:
         """Refuses a configuration that transformers cannot build, or other layers than attention's."""
         del on_cpu, options
         _check_layers(build_without_memory(model))
+
+    @classmethod
+    def check_prompts(cls, model: ModelDirectory, lengths: Sequence[int], *, max_new_tokens: int) -> None:
+        """Refuses prompts whose cached keys would not be those of the whole row; see `SupportsPromptCheck`."""
+        find_rope_limits(read_text_config(model)).check_prompts(lengths, max_new_tokens)
 
     @classmethod
     def check_row(cls, options: Mapping[str, Any], shape: ModelShape, *, tokens: int, samples: int) -> None:
