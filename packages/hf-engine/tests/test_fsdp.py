@@ -135,7 +135,7 @@ def train_after_a_failed_step(model, dtype, shard):
             raise LossError
         return negative_logprobs(outputs, micro_batch)
 
-    with pytest.raises(LossError):
+    with pytest.raises(BackendError, match="loss_fn raised LossError"):
         interrupted.train_step(batch, failing, 0.001)
     for weights in interrupted.local_weights().values():
         weights.mul_(2.0)

@@ -40,16 +40,16 @@ class StopStrings:
         self.most_tokens = self._window + _MOST_BYTES - 1
         """Last tokens of a response that `ends` reads."""
 
-    def ends(self, last: Sequence[int], num_tokens: int) -> bool:
+    def ends(self, tokens: Sequence[int], num_tokens: int | None = None) -> bool:
         """Returns True if the last token of a response so far completes a string.
 
         Args:
-            last: the last `most_tokens` tokens of the response, or all of a shorter one.
-            num_tokens: of the response.
+            tokens: the response, or its last `most_tokens` tokens.
+            num_tokens: of the response; None: as many as `tokens`.
         """
-        if num_tokens <= self._min_tokens:
+        if (len(tokens) if num_tokens is None else num_tokens) <= self._min_tokens:
             return False
-        window, text = self._read_end(last)
+        window, text = self._read_end(tokens)
         if not any(string in text for string in self._strings):
             return False
         # One that was complete before, under the minimum length, ends nothing any more. A character of which bytes are

@@ -202,8 +202,6 @@ class _TrainLaws:
             raise failure
 
         self._refused_step(backend, "before any forward_backward")
-        if self._topology.train.pp_size > 1:
-            return  # the first stages have no loss that could fail
         self._accumulate(backend, self._local)
         try:
             self._accumulate(backend, self._local, failing)
