@@ -7,8 +7,16 @@ import torch
 import torch.distributed as dist
 
 from hf_engine import build_groups
-from hf_engine.process_groups import default_timeout, find_machines, is_alive, local_device, world_group
-from hf_protocols import ParallelSpec, Topology, TopologyError
+from hf_engine.process_groups import (
+    default_timeout,
+    find_machines,
+    is_alive,
+    local_device,
+    refuse_unused_devices,
+    wait_for_device,
+    world_group,
+)
+from hf_protocols import BackendError, ParallelSpec, Topology, TopologyError
 
 
 def groups_of(spec, axis):
@@ -89,7 +97,11 @@ def choose_devices():
         patch.setattr(torch.cuda, "set_device", lambda device: None)
         patch.delenv("LOCAL_RANK", raising=False)
         over_gloo = [str(local_device()), str(local_device(dist.new_group([0, 1, 2])))]
+        wait_for_device()
+        with pytest.raises(BackendError, match="backend 'vllm' computes on the CUDA devices that it sees"):
+            refuse_unused_devices("vllm")
         patch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo,cuda:nccl")
+        refuse_unused_devices("vllm")
         current = str(local_device())
         patch.setenv("LOCAL_RANK", str(dist.get_rank()))
         return [*over_gloo, current, str(local_device())]

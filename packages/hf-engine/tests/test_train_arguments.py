@@ -143,7 +143,7 @@ def make_mistakes_on_rank_1(model, backend_name, sizes):
         backend.compute_logprobs(None if alone else batch)
     with pytest.raises((BackendError, BatchError), match=other + "denominator=None must be"):
         backend.train_step(batch, negative_logprobs, None if alone else 10.0)
-    with pytest.raises(BackendError, match="loss_fn raised KeyError: .*advantages"):
+    with pytest.raises(BackendError, match=r"loss_fn raised KeyError: .*advantages"):
         backend.train_step(batch, forget_a_column, 10.0)
     assert (backend.optimizer_steps, backend.weight_changes) == (0, before)
     backend.train_step(batch, negative_logprobs, 10.0)

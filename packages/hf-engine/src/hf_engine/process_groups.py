@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from hf_protocols.errors import HybridFlowError, TopologyError
+from hf_protocols.errors import BackendError, HybridFlowError, TopologyError
 from hf_protocols.topology import Axis, Topology
 from hf_protocols.validation import Checks, show
 
@@ -27,6 +27,7 @@ __all__ = [
     "keeping_random_numbers",
     "local_device",
     "rank_in",
+    "refuse_unused_devices",
     "require_process_group",
     "sum_over_group",
     "wait_for_connections",
@@ -202,6 +203,19 @@ def local_device(group: dist.ProcessGroup | None = None) -> torch.device:
     return device
 
 
+def refuse_unused_devices(backend: str) -> None:
+    """Refuses a default group over gloo in a process that sees CUDA devices, on which a backend would compute.
+
+    Raises:
+        BackendError: naming the backend.
+    """
+    if torch.cuda.is_available() and local_device().type == "cpu":
+        raise BackendError(
+            f"backend {show(backend)} computes on the CUDA devices that it sees, and the process group communicates "
+            "over gloo, between hosts. Make the group with NCCL, or set CUDA_VISIBLE_DEVICES to an empty text"
+        )
+
+
 def _is_on_hosts(group: dist.ProcessGroup | None) -> bool:
     """True for a group that communicates over gloo alone, which has a backend for each kind of device."""
     if not dist.is_initialized():
@@ -233,5 +247,6 @@ def find_machines(group: dist.ProcessGroup | None = None) -> list[list[int]]:
 
 def wait_for_device() -> None:
     """Waits for the kernels of this rank's device, so that a clock read afterwards has seen them."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize(local_device())
+    device = local_device()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -25,7 +25,7 @@ from hf_engine.resharding.execute import (
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.members import choose_device, find_members
 from hf_engine.resharding.plan import ReshardPlan, plan_reshard
-from hf_protocols.errors import ReshardError
+from hf_protocols.errors import HybridFlowError, ReshardError
 from hf_protocols.validation import Checks, show
 
 __all__ = ["WeightSync"]
@@ -198,7 +198,7 @@ def _agreed_sides(
         for name, buffer in buffers.items():
             _check.kind(f"buffers[{show(name)}]", buffer, torch.Tensor, "a tensor")
             held.append((name, tuple(buffer.shape), str(buffer.dtype)))
-    except ReshardError as error:
+    except HybridFlowError as error:
         mistake = str(error)
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, _Rank(side, options, mistake, held), group=group)

@@ -23,7 +23,7 @@ from hf_engine.models.adapter_rules import add_adapters_apart
 from hf_engine.models.causal_lm import build_without_memory, find_head_name, load_causal_lm, save_causal_lm
 from hf_engine.models.classifier import build_classifier_without_memory, has_classifier, load_classifier
 from hf_engine.models.defaults import torch_defaults
-from hf_engine.process_groups import keeping_random_numbers
+from hf_engine.process_groups import keeping_random_numbers, local_device
 from hf_engine.resharding.layouts import WeightLayout
 from hf_protocols.errors import BackendError
 from hf_protocols.similar_names import find_similar
@@ -92,7 +92,7 @@ def plan_engine_adapters(
     """
     if lora is None:
         return layout, []
-    files, on_cpu = read_model_directory(model), not torch.cuda.is_available()
+    files, on_cpu = read_model_directory(model), local_device().type == "cpu"
     if reason := backend.find_adapter_refusal(files, lora, {"dtype": layout.dtype}, on_cpu=on_cpu):
         raise BackendError(f"lora: {backend.__name__} does not compute adapters unmerged: {reason}. Leave lora out")
     layers = find_targets(build_without_memory(files), lora)

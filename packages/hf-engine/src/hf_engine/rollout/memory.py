@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_engine.process_groups import local_device
 from hf_protocols.errors import BackendError
 from hf_protocols.machine import read_machine_limits
 from hf_protocols.validation import Checks
@@ -55,15 +56,16 @@ def choose_cache_bytes(cache_bytes: int | None, fraction: float | None) -> int:
         BackendError: for both, or a number that is neither a size nor a share, or more than there is.
     """
     check_sizes({"cache_bytes": cache_bytes, "cache_fraction": fraction})
+    device = local_device()
     if cache_bytes is not None:
-        memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else host_bytes()
+        memory = host_bytes() if device.type == "cpu" else torch.cuda.mem_get_info(device)[1]
         if cache_bytes >= memory:
             raise BackendError(
                 f"cache_bytes={cache_bytes} is not below the memory of {memory} bytes. Lower cache_bytes"
             )
         return cache_bytes
-    if torch.cuda.is_available():
-        return int((fraction or 0.3) * torch.cuda.mem_get_info()[1])
+    if device.type != "cpu":
+        return int((fraction or 0.3) * torch.cuda.mem_get_info(device)[1])
     if fraction is None:
         return 256 << 20
     return int(fraction * host_bytes())

@@ -20,6 +20,7 @@ from hf_engine.backends.versions import SGLANG
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.models.adapter_rules import FLOAT32_REFUSAL, find_engine_refusal, is_adapter_name
 from hf_engine.models.lora import plan_engine_adapters
+from hf_engine.process_groups import refuse_unused_devices
 from hf_engine.resharding.boxes import Box
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.resharding.model_layouts import generation_layout
@@ -127,6 +128,7 @@ class SglangBackend:
         require_process_group("sglang")
         # Ranks meet when the replicas form, and would wait there for one that was refused.
         with together("no engine was started"):
+            refuse_unused_devices("sglang")
             check_rollout_arguments(topology, seed)
             check_dtype(dtype)
             sizes = {"max_positions": max_positions, "max_rows": max_rows, "staging_bytes": staging_bytes}
@@ -322,6 +324,7 @@ class SglangBackend:
         """Takes the memory of the KV cache again."""
         self._check_open()
         if self._state.is_released:
+            self._give_back_memory()
             self._call("resume")
             self._state.is_released = False
 
@@ -336,6 +339,7 @@ class SglangBackend:
                 each.callback(self._staging.close)
 
     def _start(self, options: Mapping[str, Any], timeout_s: float) -> None:
+        self._give_back_memory()
         try:
             found = self._call("start", options, timeout_s=timeout_s)
         except BackendError as error:
@@ -345,6 +349,12 @@ class SglangBackend:
                 f"context_length={options['context_length']} (max_positions + {SGLANG_RESERVED}): {error}"
             ) from error
         self._cache_tokens = found["cache_tokens"]
+
+    def _give_back_memory(self) -> None:
+        """Returns the memory that torch keeps of the ranks' devices, so that the engine's processes can take it."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            self._replica.gather(None)  # on all ranks, before the first one asks
 
     def _call(self, method: str, *arguments: Any, timeout_s: float | None = None, **options: Any) -> Any:
         self._check_open()

@@ -20,6 +20,7 @@ from hf_engine.backends.versions import VLLM
 from hf_engine.model_directory import ModelDirectory
 from hf_engine.models.adapter_rules import FLOAT32_REFUSAL, find_engine_refusal, is_adapter_name
 from hf_engine.models.lora import plan_engine_adapters
+from hf_engine.process_groups import refuse_unused_devices
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.rollout.dtype import RolloutDtype, check_dtype
 from hf_engine.rollout.engine_rules import check_vllm_runs
@@ -100,6 +101,7 @@ class VllmBackend:
             with together("no engine was started"):
                 from hf_engine.rollout.vllm._engine import Engine, check_cache, plan_layout
 
+                refuse_unused_devices("vllm")
                 check_rollout_arguments(topology, seed)
                 check_dtype(dtype)
                 topology = require_ranks("vllm", topology)

@@ -98,6 +98,16 @@ def check_cache(
         )
 
 
+_ON_DEVICES = {
+    # vLLM refuses to start where less than this share is free, though the size of its cache is given. Training weights
+    # are there too.
+    "gpu_memory_utilization": 0.01,
+    # It looks for the GPUs of other ranks, of which a process on Ray sees none, and it knows no deadline.
+    "disable_custom_all_reduce": True,
+}
+"""Arguments on GPUs, read in vLLM 0.32 and not run."""
+
+
 class Engine:
     """One rank's engine; the ranks of a replica call every method with the same arguments.
 
@@ -158,6 +168,7 @@ class Engine:
             async_scheduling=False,
             disable_log_stats=True,
             hf_overrides=window_override(files),
+            **({} if current_platform.is_cpu() else _ON_DEVICES),
             **({} if lora is None else build_adapter_arguments(lora, adapted)),
         )
         with (

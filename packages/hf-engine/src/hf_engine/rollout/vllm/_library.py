@@ -33,7 +33,8 @@ def embedded() -> Iterator[None]:
     `torch.set_num_threads` by a warning.
     """
     rank = dist.get_rank()
-    local_rank = os.environ.get("LOCAL_RANK", "0" if torch.cuda.is_available() else str(rank))
+    own = str(torch.cuda.current_device() if torch.cuda.is_available() else rank)
+    local_rank = os.environ.get("LOCAL_RANK", own)
     launched = {"RANK": str(rank), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": local_rank}
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     random_state, devices = random.getstate(), range(torch.cuda.device_count())

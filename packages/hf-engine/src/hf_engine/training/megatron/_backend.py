@@ -25,7 +25,7 @@ from hf_engine.model_directory import (
     check_model_directory,
     read_model_directory,
 )
-from hf_engine.process_groups import local_device, sum_over_group, world_group
+from hf_engine.process_groups import local_device, refuse_unused_devices, sum_over_group, world_group
 from hf_engine.resharding.layouts import WeightLayout
 from hf_engine.training.batch_agreement import agree_on_micro_batches
 from hf_engine.training.directories import write_directory
@@ -106,6 +106,7 @@ class MegatronBackend(TrainSteps):
                 "torch's scaled_dot_product_attention. Use 'auto' or 'sdpa'"
             )
         with together("nothing was loaded"):
+            refuse_unused_devices("megatron")
             files = read_model_directory(model)
             described = MegatronModelConfig.of(files)
             check_model_directory(files, head=head)

@@ -130,8 +130,7 @@ class DistributedAdamW:
                 if "step" in state:
                     state["step"].fill_(float(steps))
             for group in inner.param_groups:
-                if "step" in group:
-                    group["step"] = steps
+                group["step"] = steps  # there the fused optimizers of Transformer Engine and Apex count
 
     def state_tensors(self) -> Iterator[torch.Tensor]:
         """Masters and moments of this rank; the masters of float32 parameters are the parameters themselves."""
