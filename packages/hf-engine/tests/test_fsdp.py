@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,6 +56,7 @@ def conformance(model, directory, head, shard, **changes):
         head=head,
         num_rows=3 if dist.get_world_size() == 2 else 7,
     )
+    return "conforms"  # or the first law that is broken was raised
 
 
 @pytest.fixture(scope="module")
@@ -73,22 +75,22 @@ def models(tmp_path_factory):
     [("tied", "lm", "root"), ("untied", "lm", "layer"), ("tied", "value", "root"), ("qwen2", "lm", "root")],
 )
 def test_two_ranks_conform(ranks2, models, tmp_path, model, head, shard):
-    ranks2.run(conformance, models[model], tmp_path, head, shard)
+    assert ranks2.run(conformance, models[model], tmp_path, head, shard) == ["conforms"] * 2
 
 
 @pytest.mark.parametrize(
     ("model", "head", "shard"), [("untied", "lm", "root"), ("mistral", "lm", "layer"), ("untied", "value", "layer")]
 )
 def test_one_rank_conforms(ranks1, models, tmp_path, model, head, shard):
-    ranks1.run(conformance, models[model], tmp_path, head, shard)
+    assert ranks1.run(conformance, models[model], tmp_path, head, shard) == ["conforms"]
 
 
 def conformance_with_recomputation(model, directory):
-    conformance(model, directory, "lm", "layer", activation_checkpointing=True)
+    return conformance(model, directory, "lm", "layer", activation_checkpointing=True)
 
 
 def test_recomputed_activations_change_nothing(ranks2, models, tmp_path):
-    ranks2.run(conformance_with_recomputation, models["tied"], tmp_path)
+    assert ranks2.run(conformance_with_recomputation, models["tied"], tmp_path) == ["conforms"] * 2
 
 
 def train_with_and_without_saving(model, directory):
@@ -280,18 +282,25 @@ def test_a_head_stays_tied_to_an_embedding_that_is_not_split(ranks1, tmp_path):
 
 
 def export_where_a_file_is(model, directory):
-    backend = build(model, trainable=False)
-    with pytest.raises(BackendError, match=r"rank 0 refused: .*occupied"):
-        backend.export_hf(Path(directory) / "occupied" / "model")
-    with pytest.raises(StateError, match=r"occupied.* cannot be written"):
-        backend.save_state(Path(directory) / "occupied" / "model")
-    with pytest.raises(StateError, match=r"state.json does not exist"):
-        backend.load_state(directory)
+    backend, occupied = build(model, trainable=False), Path(directory) / "occupied" / "model"
+    messages = []
+    for error, call, path in (
+        (BackendError, backend.export_hf, occupied),
+        (StateError, backend.save_state, occupied),
+        (StateError, backend.load_state, directory),
+    ):
+        with pytest.raises(error) as refused:
+            call(path)
+        messages.append(str(refused.value))
+    return messages
 
 
 def test_an_unwritable_directory_is_an_error_on_every_rank(ranks2, models, tmp_path):
     (tmp_path / "occupied").write_text("a file")
-    ranks2.run(export_where_a_file_is, models["tied"], tmp_path)
+    for exported, saved, loaded in ranks2.run(export_where_a_file_is, models["tied"], tmp_path):
+        assert re.search(r"rank 0 refused: .*occupied", exported)
+        assert re.search(r"occupied.* cannot be written", saved)
+        assert "state.json does not exist" in loaded
 
 
 def score_frozen(model):
@@ -342,17 +351,24 @@ def test_rows_that_one_rank_refuses_hang_nobody(ranks2, models):
 
 
 def refuse_models(model, other):
-    with pytest.raises(BackendError, match="tp_size=2"):
-        load_train_backend("fsdp").build(model, topology=Topology(ParallelSpec(tp_size=2)), config=CONFIG)
-    with pytest.raises(BackendError, match="absent': no such directory"):
-        build(Path(model) / "absent")
-    backend = build(model, trainable=False)
-    with pytest.raises(BackendError, match=r"holds another model: 1 parameters differ, such as 'lm_head.weight'"):
-        backend.load_hf(other)
+    two = Topology(ParallelSpec(tp_size=2))
+    messages = []
+    for call in (
+        lambda: load_train_backend("fsdp").build(model, topology=two, config=CONFIG),
+        lambda: build(Path(model) / "absent"),
+        lambda: build(model, trainable=False).load_hf(other),
+    ):
+        with pytest.raises(BackendError) as refused:
+            call()
+        messages.append(str(refused.value))
+    return messages
 
 
 def test_what_cannot_be_loaded_says_why(ranks1, models):
-    ranks1.run(refuse_models, models["tied"], models["untied"])
+    ((layout, absent, loaded),) = ranks1.run(refuse_models, models["tied"], models["untied"])
+    assert "tp_size=2" in layout
+    assert "absent': no such directory" in absent
+    assert "holds another model: 1 parameters differ, such as 'lm_head.weight'" in loaded
 
 
 def regularized(outputs, micro_batch):

@@ -124,10 +124,10 @@ def _refuse_other_methods(
     error: type[HybridFlowError],
 ) -> NoReturn:
     """Says which rank called which method, on every rank of a group that knows that these differ. Collective."""
-    told = [""] * len(ranks)
-    dist.all_gather_object(told, _find_method(), group=group)
+    gathered = [""] * len(ranks)
+    dist.all_gather_object(gathered, _find_method(), group=group)
     callers: dict[str, list[int]] = {}
-    for rank, method in zip(ranks, told, strict=True):
+    for rank, method in zip(ranks, gathered, strict=True):
         callers.setdefault(method, []).append(rank)
     named = [
         f"rank {first}{f' and {len(more)} more' if more else ''} called {method}"
@@ -161,12 +161,12 @@ def _refuse(
     """Raises on every rank of a group that knows that one refused. Collective."""
     is_ours = isinstance(refusal, HybridFlowError)
     reason = None if refusal is None else str(refusal) if is_ours else f"{type(refusal).__name__}: {refusal}"
-    told: list[str | None] = [None] * len(ranks)
-    dist.all_gather_object(told, reason, group=group)
+    gathered: list[str | None] = [None] * len(ranks)
+    dist.all_gather_object(gathered, reason, group=group)
     if isinstance(refusal, HybridFlowError):
         raise refusal
     reasons: dict[str, int] = {}
-    for rank, given in zip(ranks, told, strict=True):
+    for rank, given in zip(ranks, gathered, strict=True):
         if given is not None:
             reasons.setdefault(given, rank)
     text = "; ".join(f"rank {rank} refused: {given}" for given, rank in reasons.items())

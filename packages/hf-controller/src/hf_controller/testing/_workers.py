@@ -365,9 +365,9 @@ class ProbeWorker(DeclaringWorker):
         joint = self.context.connections[connection]
         total = torch.tensor(float(joint.rank))
         torch.distributed.all_reduce(total, group=joint.group)
-        told = torch.tensor(100.0 + joint.rank)
-        torch.distributed.broadcast(told, src=joint.world_size - 1, group=joint.group)
-        return joint.rank, total.item(), told.item()
+        sent = torch.tensor(100.0 + joint.rank)
+        torch.distributed.broadcast(sent, src=joint.world_size - 1, group=joint.group)
+        return joint.rank, total.item(), sent.item()
 
     @register(protocol=ONE_TO_ALL, returns="object")
     def environment(self) -> dict[str, str]:

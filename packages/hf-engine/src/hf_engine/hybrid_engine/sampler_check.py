@@ -85,26 +85,26 @@ class SamplerCheck:
         """
         if not self.is_pending:
             return
-        told: list[list[_Sample]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(told, self._samples)
-        if self._train.weight_changes == self._now and any(told):
-            self._score(told)
+        gathered: list[list[_Sample]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(gathered, self._samples)
+        if self._train.weight_changes == self._now and any(gathered):
+            self._score(gathered)
 
-    def _score(self, told: Sequence[list[_Sample]]) -> None:
+    def _score(self, gathered: Sequence[list[_Sample]]) -> None:
         try:
-            check = self._score_again(self._rows_of_this_rank(told))
+            check = self._score_again(self._rows_of_this_rank(gathered))
         except BatchError:  # on all ranks: even the shortest prompts are too long to be trained on
             return
         with together("nothing was trained on these samples", error=ReshardError):
             check()
         self._last = self._now
 
-    def _rows_of_this_rank(self, told: Sequence[list[_Sample]]) -> list[_Sample]:
+    def _rows_of_this_rank(self, gathered: Sequence[list[_Sample]]) -> list[_Sample]:
         """Ranks that train on the same rows score the same samples; one without any scores others', to be in step."""
-        (first, *_) = (samples for samples in told if samples)
-        data_ranks = [self._topology.coordinate(rank).dp for rank in range(len(told))]
+        (first, *_) = (samples for samples in gathered if samples)
+        data_ranks = [self._topology.coordinate(rank).dp for rank in range(len(gathered))]
         own = data_ranks[dist.get_rank()]
-        rows = [one for rank, samples in zip(data_ranks, told, strict=True) if rank == own for one in samples]
+        rows = [one for rank, samples in zip(data_ranks, gathered, strict=True) if rank == own for one in samples]
         return [one for one in rows if one.temperature == first[0].temperature] or first
 
     def _score_again(self, samples: Sequence[_Sample]) -> Callable[[], object]:

@@ -87,7 +87,7 @@ class ReshardExecutor:
 
     Raises:
         ReshardError: if this rank is not in the group, or would exchange bytes with a rank outside of it, or for
-            another argument that cannot be. Other ranks are not told.
+            another argument that cannot be. Other ranks do not learn of it.
     """
 
     def __init__(

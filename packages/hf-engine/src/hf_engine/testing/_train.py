@@ -386,9 +386,9 @@ def _in_files(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[
 
 
 def _on_all_ranks(files: Sequence[StateFile]) -> list[StateFile]:
-    told: list[Sequence[StateFile]] = [()] * dist.get_world_size()
-    dist.all_gather_object(told, files)
-    return [file for each in told for file in each]
+    gathered: list[Sequence[StateFile]] = [()] * dist.get_world_size()
+    dist.all_gather_object(gathered, files)
+    return [file for each in gathered for file in each]
 
 
 def _token_loss(

@@ -110,14 +110,14 @@ def _described(value: object) -> str:
 
 def _refuse_other_arguments(given: Mapping[str, str], group: dist.ProcessGroup) -> NoReturn:
     """Names the ranks that were given something else than the first one, and what. Collective."""
-    told: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(told, given, group=group)
+    gathered: list[Mapping[str, str]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, given, group=group)
     first, *others = dist.get_process_group_ranks(group)
     differences = [
-        f"rank {rank} was given {name}={theirs.get(name)}, rank {first} {name}={told[0].get(name)}"
-        for rank, theirs in zip(others, told[1:], strict=True)
+        f"rank {rank} was given {name}={theirs.get(name)}, rank {first} {name}={gathered[0].get(name)}"
+        for rank, theirs in zip(others, gathered[1:], strict=True)
         for name in given
-        if theirs.get(name) != told[0].get(name)
+        if theirs.get(name) != gathered[0].get(name)
     ]
     raise BatchError(
         f"{'; '.join(differences)}; the ranks computed nothing. Give all ranks the same; the denominator is the sum "
@@ -127,14 +127,14 @@ def _refuse_other_arguments(given: Mapping[str, str], group: dist.ProcessGroup) 
 
 def _refuse_other_rows(digest: int, replicas: Sequence[int], group: dist.ProcessGroup) -> NoReturn:
     """Names the ranks that were given other rows than the first of their replica. Collective."""
-    told = [0] * len(replicas)
-    dist.all_gather_object(told, digest, group=group)
+    gathered = [0] * len(replicas)
+    dist.all_gather_object(gathered, digest, group=group)
     ranks = dist.get_process_group_ranks(group)
     first = {replica: replicas.index(replica) for replica in replicas}
     others = [
         f"rank {ranks[index]} was given other rows than rank {ranks[first[replica]]}, which is in the same replica"
         for index, replica in enumerate(replicas)
-        if told[index] != told[first[replica]]
+        if gathered[index] != gathered[first[replica]]
     ]
     raise BatchError(
         f"{'; '.join(others)}; the ranks computed nothing. Give all {replicas.count(0)} ranks of a replica the same "

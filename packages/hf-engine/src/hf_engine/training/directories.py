@@ -94,10 +94,10 @@ def agree_on_directory(directory: Path, group: dist.ProcessGroup | None) -> None
 
     Paths are compared, links resolved: all ranks need the same one, also where machines mount one file system.
     """
-    told = [""] * dist.get_world_size(group)
-    dist.all_gather_object(told, str(directory.resolve()), group=group)
-    if len({*told}) > 1:
-        given = ", ".join(f"rank {rank} {show(path)}" for rank, path in enumerate(told))
+    gathered = [""] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, str(directory.resolve()), group=group)
+    if len({*gathered}) > 1:
+        given = ", ".join(f"rank {rank} {show(path)}" for rank, path in enumerate(gathered))
         raise BackendError(f"the ranks were given different directories ({given}). Give all the same one")
 
 

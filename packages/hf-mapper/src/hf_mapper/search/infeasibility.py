@@ -25,8 +25,9 @@ _GROWTH = (1, 8, 64)
 def build_infeasible_error(problem: MapperConfig) -> PlanError:
     """Returns the error for a cluster on which nothing fits.
 
-    It names the memory that is missing where all models share one pool, the smallest cluster that is sufficient, and
-    the settings each of which alone is enough: on this cluster or, if there is no sufficient one, on a larger one.
+    It names the memory that is missing where all models share one pool, and the smallest cluster on which they fit. It
+    also lists the settings that were tried: each of them alone makes the models fit on this cluster. Where no number of
+    such machines is enough, each makes some number enough.
     """
     given = " + ".join(map(_describe, problem.cluster.machines))
     if _fits(problem):

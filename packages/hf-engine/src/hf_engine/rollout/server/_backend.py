@@ -153,10 +153,10 @@ class ServerBackend:
                 )
             stops = read_end_of_sequence_ids(files)
             folder = choose_directory(weights_directory, connection)
-        told: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
+        gathered: list[tuple[str, bool, str]] = [("", False, "")] * dist.get_world_size()
         run = f"hf-engine-{uuid.uuid4().hex[:12]}"
-        dist.all_gather_object(told, (server.facts.dtype, server.facts.can_release, run))
-        dtypes, can_release, (run, *_) = zip(*told, strict=True)
+        dist.all_gather_object(gathered, (server.facts.dtype, server.facts.can_release, run))
+        dtypes, can_release, (run, *_) = zip(*gathered, strict=True)
         if len({*dtypes}) > 1:
             raise BackendError(f"the servers {list(urls)} compute in {[*dtypes]}. Start them with one --dtype")
         return cls(

@@ -156,9 +156,9 @@ class StateWriter:
         """Returns every rank's files, on the first rank; None on the others. Collective."""
         first, *_ = dist.get_process_group_ranks(self._group)
         is_first = dist.get_rank(self._group) == 0
-        told: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
-        dist.gather_object(own, told, dst=first, group=self._group)
-        return None if told is None else tuple(told)
+        gathered: list[Any] | None = [None] * dist.get_world_size(self._group) if is_first else None
+        dist.gather_object(own, gathered, dst=first, group=self._group)
+        return None if gathered is None else tuple(gathered)
 
 
 def _remove(path: Path) -> None:
