@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_algorithms.advantages import GAE, LagrangianAdvantage, whiten
+from hf_algorithms.advantages import GAE, LagrangianAdvantage, ReinforceAdvantage, whiten
 from hf_protocols.errors import BatchError, ConfigError
 
 NAN = float("nan")
@@ -257,6 +257,24 @@ def test_whitening_one_token_or_equal_ones_gives_zeros(ddof: int, eps: float) ->
     one = torch.tensor([[5.0, NAN]])
     assert whiten(one, torch.tensor([[True, False]]), ddof=ddof, eps=eps).tolist() == [[0.0, 0.0]]
     assert whiten(torch.full((2, 2), 3.0), torch.ones(2, 2), ddof=ddof, eps=eps).tolist() == [[0.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("score", [0.1, 100.1, 1000.1, 12345.678])
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_whitening_equal_scores_of_any_size_gives_zeros(score: float, eps: float) -> None:
+    """The mean of equal float32 numbers, computed in float32, may differ from them by more than the root of eps."""
+    batch = {"response_mask": torch.ones(7, 13, dtype=torch.bool), "scores": torch.full((7,), score)}
+    found = ReinforceAdvantage(whiten=True, whiten_eps=eps)(batch)["advantages"]
+    assert not found.any()
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_whitening_keeps_digits_of_values_far_from_zero(ddof: int) -> None:
+    values = 3000.0 + 0.01 * torch.randn(400, 13, generator=torch.Generator().manual_seed(0))
+    mask = np.ones(values.shape, dtype=bool)
+    wanted = whiten_reference(values.double().numpy(), mask, ddof, 1e-8)
+    found = whiten(values, torch.from_numpy(mask), ddof=ddof)
+    np.testing.assert_allclose(found.numpy(), wanted, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ def spread_scores(
 def whiten(values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 0, eps: float = 1e-8) -> torch.Tensor:
     """Mean 0 and variance 1 over all masked elements of [B, T]; elsewhere 0.
 
+    Statistics are computed in float64: the mean of equal float32 numbers may differ from them by rounding.
+
     Args:
         values: [B, T].
         mask: [B, T], the population: trained tokens of the whole batch, without observation tokens.
@@ -108,10 +110,10 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, *, ddof: int = 0, eps: floa
         eps: is added to the variance, inside the root.
     """
     mask = mask.bool()
-    chosen = values[mask]
-    if len(chosen) <= ddof:
-        return torch.zeros_like(values)
+    chosen = values[mask].double()
+    white = torch.zeros_like(values)
+    if len(chosen) <= ddof or chosen.amax() == chosen.amin():
+        return white
     scale = (chosen.var(correction=ddof) + eps).sqrt()
-    # without eps a variance of 0 leaves 0 / 0
-    white = torch.where(scale > 0, (values - chosen.mean()) / scale, 0.0)
-    return white.masked_fill(~mask, 0.0)
+    white[mask] = ((chosen - chosen.mean()) / scale).to(values.dtype)
+    return white
