@@ -12,18 +12,19 @@ import torch
 import torch.distributed as dist
 
 from engine_testing.packed_engine import PackedEngine
-from hf_algorithms.losses import SupervisedLoss
+from hf_algorithms.losses import Aggregation, SupervisedLoss
 from hf_algorithms.workers import ActorWorker, actor
 from hf_controller import WorkerContext
 from hf_engine import SamplingParams, TrainConfig
 from hf_engine.rollout.transformers import TransformersBackend
 from hf_engine.testing import LocalRanks, write_tiny_model
 from hf_engine.testing._cases import build_batch, build_prompts, select_rows
-from hf_protocols import GenerationSpec, ParallelSpec, ReshardError, Topology
+from hf_protocols import BatchError, GenerationSpec, ParallelSpec, ReshardError, Topology
 
 VOCAB_SIZE = 64
 SAMPLING = SamplingParams(max_new_tokens=6, temperature=0.7)
 PROMPTS = build_prompts(8, vocab_size=VOCAB_SIZE)
+MODES = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant", "prompt-mean")
 
 
 def build(model: Path, learning_rate: float = 1e-2, **training_options: Any) -> ActorWorker:
@@ -39,6 +40,19 @@ def update(worker: ActorWorker, *, trained: bool = True) -> dict[str, float]:
         batch["response_mask"] = torch.zeros_like(batch["response_mask"])
     rows = range(dist.get_rank(), 6, dist.get_world_size())
     metrics = worker.update_actor(select_rows(batch, rows), SupervisedLoss())
+    return {name: value / count for name, (value, count) in metrics.items()}
+
+
+def update_cut_rows(worker: ActorWorker, mode: Any) -> dict[str, float]:
+    """An update with `overlong_filter` on responses that were all cut by their length."""
+    batch = select_rows(build_batch(6, vocab_size=VOCAB_SIZE), range(dist.get_rank(), 6, dist.get_world_size()))
+    batch["finish_reason"] = torch.ones(len(batch), dtype=torch.int64)
+    batch["group_tokens"] = torch.zeros(len(batch), dtype=torch.float64)
+    constant = 6.0 if mode == "constant" else None
+    loss = SupervisedLoss(aggregation=Aggregation(mode=mode, constant=constant, overlong_filter=True))
+    metrics = worker.update_actor(batch, loss)
+    with pytest.raises(BatchError, match="the batch has no trained token"):
+        worker.forward_backward(batch, loss)
     return {name: value / count for name, (value, count) in metrics.items()}
 
 
@@ -61,6 +75,19 @@ def skip_a_step(model: Path) -> tuple[dict[str, float], bool, dict[str, float]]:
     skipped = update(worker, trained=False)
     after = worker._train.local_weights()
     return skipped, all(torch.equal(before[name], after[name]) for name in before), update(worker)
+
+
+def skip_cut_rows(model: Path) -> list[tuple[dict[str, float], bool]]:
+    """Metrics of updates after one whose momentum would move the weights, and if they left them as they were."""
+    worker = build(model)
+    update(worker)
+    before = {name: tensor.clone() for name, tensor in worker._train.local_weights().items()}
+    found = []
+    for mode in MODES:
+        metrics = update_cut_rows(worker, mode)
+        after = worker._train.local_weights()
+        found.append((metrics, all(torch.equal(before[name], after[name]) for name in before)))
+    return found
 
 
 def judge(model: Path, spoils_from: int | None) -> list[str]:
@@ -115,6 +142,11 @@ def test_an_update_without_a_trained_token_changes_nothing(ranks2: LocalRanks, m
         assert skipped == {"actor/skipped_steps": 1.0}
         assert unchanged
         assert "actor/grad_norm" in following
+
+
+def test_an_update_on_responses_that_were_all_cut_is_skipped(ranks2: LocalRanks, model: Path) -> None:
+    for found in ranks2.run(skip_cut_rows, model):
+        assert found == [({"actor/skipped_steps": 1.0}, True)] * len(MODES)
 
 
 def train_at_a_constant_rate(model: Path) -> list[float]:

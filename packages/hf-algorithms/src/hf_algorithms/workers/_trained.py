@@ -6,7 +6,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.jagged import pad_rows
-from hf_algorithms.losses import find_loss
+from hf_algorithms.losses import Aggregation, find_loss
 from hf_algorithms.replay import Recorder
 from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers._model import Metrics, ModelWorker, on_device
@@ -77,8 +77,8 @@ class TrainedWorker(ModelWorker):
         """
         found = find_loss(loss, self.head) if isinstance(loss, str) else loss
         if denominator is None:
-            (denominator,) = self._train.sum_over_data([_count(found, batch)])
-            if not denominator:
+            tokens, denominator = self._train.sum_over_data([_count_trained(found, batch), _count(found, batch)])
+            if not tokens or not denominator:
                 raise BatchError(
                     f"{self.context.role}.forward_backward: the batch has no trained token. Pass rows whose "
                     "response_mask is True somewhere, or a denominator"
@@ -126,7 +126,7 @@ class TrainedWorker(ModelWorker):
         held, self.pretraining = self.pretraining, None
         options = self._options_for(loss)
         tokens, count, learned = self._train.sum_over_data(
-            [_count_tokens(batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
+            [_count_trained(loss, batch), _count(loss, batch), 0.0 if held is None else _count_tokens(held)]
         )
         if not tokens or not count:
             return {f"{self.context.role}/skipped_steps": (1.0, 1.0)}
@@ -149,6 +149,16 @@ class TrainedWorker(ModelWorker):
 
 def _count_tokens(batch: TensorDict) -> float:
     return float(pad_rows(batch["response_mask"]).sum())
+
+
+def _count_trained(loss: object, batch: TensorDict) -> float:
+    """This rank's tokens, or pairs, that the loss trains: a denominator of constants counts rows without any, too."""
+    if "response_mask" not in batch:
+        return float(len(batch))
+    aggregation = getattr(loss, "aggregation", None)
+    if not isinstance(aggregation, Aggregation):
+        return _count_tokens(batch)
+    return float(aggregation.select({str(name): batch[name] for name, _ in batch.items()}).sum())
 
 
 def _count(loss: object, batch: TensorDict) -> float:
