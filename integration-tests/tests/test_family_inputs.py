@@ -54,6 +54,9 @@ def all_unscorable(prompts, responses, answers):
 def all_equal(prompts, responses, answers):
     return [1.0] * len(responses)
 
+def pairs_of_odd_sums_differ(prompts, responses, answers):
+    return [float(n % 2) if int(answer) % 2 else 1.0 for n, answer in enumerate(answers)]
+
 def costly(prompts, responses, answers):
     return [1.0] * len(responses)
 """
@@ -230,6 +233,22 @@ def test_groups_of_equal_scores_train_nothing(config: Path, hybridflow: Run) -> 
     (row,) = read_metrics(config.parent / "run")
     assert row["group/zero_variance"] == 1.0
     assert row["actor/grad_norm"] < 1e-6
+
+
+@pytest.mark.parametrize(("function", "num_trained"), [("pairs_of_odd_sums_differ", 16), ("all_equal", 0)])
+def test_samples_are_dropped_if_no_update_learns(
+    config: Path, hybridflow: Run, function: str, num_trained: int
+) -> None:
+    """A mini-batch whose pairs are all equal is skipped; the others' updates learn."""
+    keys = ("algorithm.name=online_dpo", "algorithm.mini_batches=8", "rollout.samples_per_prompt=2")
+    outcome = hybridflow("train", config, *settings(*keys, f"reward.function=family_rewards:{function}"))
+    assert outcome.exit_code == 0, outcome.errors
+    run = config.parent / "run"
+    (row,) = read_metrics(run)
+    assert row["actor/skipped_steps"] == 1.0
+    assert ("actor/grad_norm" in row) == bool(num_trained)
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
+    assert (ledger["trained"], ledger["dropped"]) == (num_trained, 16 - num_trained)
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])

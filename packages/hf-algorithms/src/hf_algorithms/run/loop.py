@@ -40,6 +40,7 @@ from hf_algorithms.run.step_metrics import (
     describe_failures,
     describe_skipped,
     describe_unscorable,
+    has_skipped_all,
 )
 from hf_algorithms.run.summary import RunSummary
 from hf_algorithms.run.training_samples import collect_training_samples
@@ -329,7 +330,7 @@ class _Run:
         config = self._config
         start_s = time.perf_counter()
         metrics, batches = self._take_step(iteration)
-        self._ledger.settle(is_skipped=any(name.endswith("/skipped_steps") for name in metrics))
+        self._ledger.settle(is_skipped=has_skipped_all(metrics))
         self._note_progress(iteration)
         elapsed_s = time.perf_counter() - start_s
         is_last = iteration == config.run.iterations

@@ -12,7 +12,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_controller import MetricsFuture
 
-__all__ = ["average_metrics", "describe_failures", "describe_skipped", "describe_unscorable"]
+__all__ = ["average_metrics", "describe_failures", "describe_skipped", "describe_unscorable", "has_skipped_all"]
 
 
 def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, float]]) -> dict[str, float]:
@@ -40,6 +40,15 @@ def average_metrics(recipe: str, found: Sequence[MetricsFuture | Mapping[str, fl
         parts.append({name: (value, 1.0) for name, value in numbers.items()})
     means = {name: value / count for name, (value, count) in merge_metrics(parts).items() if count}
     return dict(sorted(_explain_variance(means).items()))
+
+
+def has_skipped_all(metrics: Mapping[str, float]) -> bool:
+    """Returns True if updates of an iteration were skipped and none took a step, by the iteration's metrics.
+
+    A mini-batch without anything to learn is skipped, while those of the other mini-batches step.
+    """
+    is_skipped, has_stepped = (any(name.endswith(end) for name in metrics) for end in ("/skipped_steps", "/grad_norm"))
+    return is_skipped and not has_stepped
 
 
 def describe_skipped(iteration: int, metrics: Mapping[str, float]) -> list[str]:
