@@ -1,10 +1,10 @@
 """DAPO: GRPO with a higher upper clip, dynamic sampling, token-mean and an optional length term (Yu et al. 2025).
 
 An iteration drops the groups whose scores are all equal and draws as many prompts again, at most `max_refills` times
-and while the data set has as many rows that the iteration has not drawn. Surplus groups are dropped and counted. After
-the last refill it trains on what there is. Without any group, or with fewer responses than ranks, it makes no update.
-Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without
-an update. The metrics of scores and responses are of all that were drawn, before the length term.
+and while the data set has as many rows that the iteration has not drawn. Surplus groups are dropped, as the ledger
+says. After the last refill it trains on what there is. Without any group, or with fewer responses than ranks, it makes
+no update. Metrics: `group/filtered`, `group/refills`, and `actor/skipped_steps` for an iteration without an update. The
+metrics of scores and responses are of all that were drawn, before the length term.
 
 Deviations from the paper:
 
@@ -107,7 +107,7 @@ def fill(
     samples, wanted = context.sampling.n, prompts.num_rows
     found: BatchFuture | None = None
     drawn: BatchFuture | None = None
-    num_kept = num_drawn = refills = 0
+    num_kept = num_drawn = num_filtered = refills = 0
     fresh = prompts
     while True:
         batch = _generate_scored(roles, fresh, config, context)
@@ -121,7 +121,9 @@ def fill(
             for sample in range(samples)
         ]
         rows = rows[: (wanted - num_kept) * samples]
-        context.note_filtered(group for group in groups if group not in kept)
+        filtered = [group for group in groups if group not in kept]
+        context.note_filtered(filtered)
+        num_filtered += len(filtered)
         num_drawn += len(groups)
         num_kept += len(rows) // samples
         if rows:
@@ -130,7 +132,7 @@ def fill(
             break
         refills += 1
         fresh = context.more_prompts(wanted)
-    counts = {"group/filtered": float(num_drawn - num_kept), "group/refills": float(refills)}
+    counts = {"group/filtered": float(num_filtered), "group/refills": float(refills)}
     return found, [roles.advantage.compute_metrics(drawn), counts]
 
 
