@@ -64,6 +64,25 @@ def test_kl_is_measured_if_old_logprobs_are_the_current_ones() -> None:
             np.testing.assert_allclose(metrics[f"kl_sequence/{name}"], (wanted.sum(), 5), rtol=1e-12, atol=1e-12)
 
 
+def test_kl_is_also_measured_on_responses_that_are_not_trained() -> None:
+    """A sum over the responses that a filter leaves, divided by all of them, would be neither's mean."""
+    logprobs, reference = torch.tensor([[-1.0, -2.0], [-3.0, -1.0]]), torch.tensor([[-1.5, -1.0], [-1.0, -1.0]])
+    batch = {
+        "response_mask": torch.tensor([[True, True], [True, False]]),
+        "finish_reason": torch.tensor([0, 1]),
+        "advantages": torch.zeros(2, 2),
+        "ref_logprobs": reference,
+    }
+    loss = PolicyLoss(kl=KLTerm(coefficient=0.1), old="current", aggregation=Aggregation(overlong_filter=True))
+    _, metrics = loss({"logprobs": logprobs.requires_grad_()}, batch)
+    difference = np.array([0.5, -1.0, -2.0])
+    k3 = np.exp(-difference) - 1 + difference
+    wanted = {"kl/k1": difference.mean(), "kl/k3": k3.mean(), "kl_sequence/k1": difference.sum() / 2}
+    for name, mean in {**wanted, "kl_sequence/k3": k3.sum() / 2}.items():
+        value, count = metrics[name]
+        assert value / count == pytest.approx(mean)
+
+
 def expected_gradient(loss: PolicyLoss, policy: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     """Of a softmax policy's logits: the mean over its own answers, each a row of one token."""
     logits = torch.tensor(np.log(policy)).requires_grad_()

@@ -144,7 +144,7 @@ class PolicyLoss:
             ratio = tokens.compute_ratio() if self.kl.gradient == "ratio" else None
             loss = loss + (weights * self.kl(logprobs, columns["ref_logprobs"], ratio)).sum()
             if "old_logprobs" not in columns:
-                metrics |= _measure_kl(logprobs, columns["ref_logprobs"], mask)
+                metrics |= _measure_kl(outputs["logprobs"], micro_batch)
         entropy = self._read_entropy(outputs, mask)
         if entropy is not None:
             metrics["entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
@@ -245,9 +245,11 @@ def _measure_gaps(tokens: Tokens) -> Metrics:
 
 
 @torch.no_grad()
-def _measure_kl(logprobs: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> Metrics:
+def _measure_kl(logprobs: torch.Tensor, micro_batch: Mapping[str, torch.Tensor]) -> Metrics:
+    """The divergence from the reference, as `compute_metrics` has it: also of responses that a filter leaves out."""
+    mask = micro_batch["response_mask"].bool()
     count, rows = float(mask.sum()), float(len(mask))
-    found = estimate_kl(logprobs[mask], reference[mask])
+    found = estimate_kl(logprobs[mask], micro_batch["ref_logprobs"][mask])
     sums = {name: float(each.sum()) for name, each in found.items()}
     per_token: Metrics = {f"kl/{name}": (each, count) for name, each in sums.items()}
     return per_token | {f"kl_sequence/{name}": (sums[name], rows) for name in ("k1", "k3")}
