@@ -99,7 +99,9 @@ def test_loss_has_the_critics_unit_and_metrics_that_of_rewards(clip: float | Non
 CUT, GOES_ON, DISCOUNT = 3, 0.75, 0.9
 
 
-def train_chain(name: str, unit: float, shift: float, iterations: int, **keys: Any) -> Trained:
+def train_chain(
+    name: str, unit: float, shift: float, iterations: int, cost_of_cut: float = 0.0, **keys: Any
+) -> Trained:
     """Ends with probability 1/4 at every token, for a reward; after three tokens it is cut, for nothing but `shift`."""
     table = [[unit + shift, shift]]
     workers: dict[str, Any] = {
@@ -109,7 +111,7 @@ def train_chain(name: str, unit: float, shift: float, iterations: int, **keys: A
     }
     if name == "safe_rlhf":
         workers["cost_critic"] = workers["critic"]
-        workers["cost"] = (TableReward, {"table": [[-2 * unit, 0.0]]})
+        workers["cost"] = (TableReward, {"table": [[-2 * unit, cost_of_cut]]})
     algorithm = {"kl_coefficient": 0.0, "gamma": DISCOUNT, "gae_lambda": 1.0, "critic_warmup": 1000, **keys}
     return TableRun(
         recipe=RECIPES[name],
@@ -143,3 +145,15 @@ def test_every_critic_has_a_unit_of_its_own() -> None:
     of_rewards, of_costs = (trained.state[f"{role}.returns"] for role in ("critic", "cost_critic"))
     assert of_costs["mean"] == pytest.approx(-2 * of_rewards["mean"], rel=1e-9)
     assert of_costs["squares"] == pytest.approx(4 * of_rewards["squares"], rel=1e-9)
+
+
+def test_no_critic_takes_the_unit_of_rows_that_lack_a_score() -> None:
+    """Responses that were cut have a reward and no cost: both critics would learn their own values there."""
+    trained = train_chain("safe_rlhf", 10.0, 0.0, 1, float("nan"), normalize_values=True, value_clip=None)
+    ended = [round(4**CUT * GOES_ON ** (tokens - 1) * (1 - GOES_ON)) for tokens in range(1, CUT + 1)]
+    num_tokens = sum(number * tokens for tokens, number in enumerate(ended, 1))
+    returns = sum(10.0 * DISCOUNT**left * sum(ended[left:]) for left in range(CUT))
+    for role, factor in (("critic", 1.0), ("cost_critic", -2.0)):
+        moments = trained.state[f"{role}.returns"]
+        assert moments["count"] == num_tokens
+        assert moments["mean"] == pytest.approx(factor * returns / num_tokens, rel=1e-6)

@@ -51,7 +51,7 @@ COST = Role(name="cost", worker="hf_algorithms.workers:CostWorker", scored_by=CO
 COST_CRITIC = Role(name="cost_critic", worker=CRITIC.worker, has_model=True, starts_from="actor")
 
 _SEQUENCE = ("prompt_ids", "response_ids", "response_mask")
-_OF_COSTS = {"cost_values": "values", "cost_returns": "returns", "costs": "scores"}
+_OF_COSTS = {"cost_values": "values", "cost_returns": "returns", "costs": "scores", "scores": "costs"}
 
 
 class SafeRLHFConfig(CriticKeys, ClipKeys, PolicyConfig):
@@ -169,7 +169,7 @@ def _update(roles: Roles, batch: BatchFuture, config: SafeRLHFConfig, context: S
 
 
 def _read_costs(batch: BatchFuture) -> BatchFuture:
-    """The batch as the cost critic reads it: costs are its rewards."""
+    """The batch as the cost critic reads it: costs are its rewards, and rewards its costs."""
     return batch.select([*_SEQUENCE, *_OF_COSTS]).rename(_OF_COSTS)
 
 

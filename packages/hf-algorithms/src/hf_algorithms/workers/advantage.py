@@ -75,11 +75,13 @@ class AdvantageWorker(Worker):
         lengths = torch.tensor([len(row) for row in batch["response_mask"].unbind()])
         return TensorDict({"scores": term(batch["scores"], lengths)}, batch_size=batch.batch_size)
 
-    @register(protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns", "next_returns?", "scores?"))
+    @register(
+        protocol=RANK_ZERO, returns="object", reads=("response_mask", "returns", "next_returns?", "scores?", "costs?")
+    )
     def measure_returns(self, batch: TensorDict) -> dict[str, float]:
         """Returns the moments of the returns; see `hf_algorithms.value_scale.measure_returns`.
 
-        A row whose score is NaN is left out: its returns are the critic's own values.
+        A row whose score or cost is NaN is left out: its returns are the critic's own values.
         """
         import torch
 
@@ -89,8 +91,9 @@ class AdvantageWorker(Worker):
         if "next_returns" in batch:
             beyond = batch["next_returns"][:, None]
             returns, mask = torch.cat([returns, beyond], 1), torch.cat([mask, ~beyond.isnan()], 1)
-        if "scores" in batch:
-            mask = mask & ~batch["scores"].isnan()[:, None]
+        for name in ("scores", "costs"):
+            if name in batch:
+                mask = mask & ~batch[name].isnan()[:, None]
         return measure_returns(returns, mask)
 
     @register(protocol=RANK_ZERO, returns="object", reads=("scores", "group_id"))
