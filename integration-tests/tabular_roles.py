@@ -22,7 +22,7 @@ from hf_algorithms.recipes import Recipe, StepContext
 from hf_algorithms.roles import Roles
 from hf_algorithms.value_scale import ValueScale
 from hf_algorithms.workers import AdvantageWorker
-from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerSpec
+from hf_controller import InProcessExecutor, ResourcePool, Worker, WorkerGroup, WorkerSpec
 from hf_engine import SamplingParams
 from hf_protocols import (
     DP,
@@ -285,6 +285,7 @@ class TableRun:
         samples: responses to a prompt.
         prompts: the state of every prompt.
         sampling: in place of one new token at temperature 1.
+        dp_sizes: data-parallel ranks by role, where there are several.
     """
 
     recipe: Recipe
@@ -294,6 +295,7 @@ class TableRun:
     samples: int = 256
     prompts: Sequence[int] = (0,)
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_new_tokens=1))
+    dp_sizes: Mapping[str, int] = field(default_factory=dict)
 
     def train(self) -> Trained:
         """Runs all iterations, on one thread: the tables are smaller than what threads cost."""
@@ -307,12 +309,13 @@ class TableRun:
         state: dict[str, Any] = {}
         workers = {"advantage": (AdvantageWorker, {}), **self.workers}
         with InProcessExecutor() as executor:
-            pool = ResourcePool([1], device="cpu")
-            specs = {
-                role: WorkerSpec(worker=worker, topology=Topology(ParallelSpec(), GenerationSpec()), kwargs=arguments)
-                for role, (worker, arguments) in workers.items()
-            }
-            roles = Roles(executor.build_groups(pool, specs))
+            groups: dict[str, WorkerGroup] = {}
+            for role, (worker, arguments) in workers.items():
+                size = self.dp_sizes.get(role, 1)
+                topology = Topology(ParallelSpec(dp_size=size), GenerationSpec())
+                spec = WorkerSpec(worker=worker, topology=topology, kwargs=arguments)
+                groups |= executor.build_groups(ResourcePool([size], device="cpu"), {role: spec})
+            roles = Roles(groups)
             prompts = executor.put(_build_prompts(self.prompts))
             for iteration in range(1, self.iterations + 1):
                 sampling = replace(self.sampling, n=self.samples, step=iteration)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
@@ -20,6 +21,7 @@ from hf_algorithms.roles import Roles
 from hf_controller import TracingExecutor, Worker
 from hf_engine import SamplingParams
 from hf_protocols import DP, BatchError, ConfigError, register
+from tabular_roles import FrozenPolicy, TablePolicy, TableReward, TableRun
 
 
 class NamedRows:
@@ -128,6 +130,32 @@ def test_a_traced_step_keeps_all_groups() -> None:
     rows, _, asked = run(lambda group: False, iteration=0)
     assert rows is not None and len(rows) == 8
     assert asked == []
+
+
+@pytest.mark.parametrize(("dp_sizes", "is_skipped"), [({}, False), ({"reference": 4}, True), ({"actor": 4}, True)])
+def test_fewer_responses_than_ranks_of_a_role_make_no_update(dp_sizes: dict[str, int], is_skipped: bool) -> None:
+    """Of four prompts one has responses whose scores differ: two rows are left."""
+    even = np.log([[0.5, 0.5], [0.5, 0.5]]).tolist()
+    workers: dict[str, Any] = {
+        "actor": (TablePolicy, {"table": even, "learning_rate": 0.1}),
+        "reference": (FrozenPolicy, {"table": even}),
+        "reward": (TableReward, {"table": [[1.0, 0.0], [0.0, 0.0]]}),
+    }
+    (found,) = (
+        TableRun(
+            recipe=RECIPES["dapo"],
+            algorithm={"kl_coefficient": 0.1, "max_refills": 0},
+            workers=workers,
+            iterations=1,
+            samples=2,
+            prompts=(0, 1, 1, 1),
+            dp_sizes=dp_sizes,
+        )
+        .train()
+        .metrics
+    )
+    assert found["group/filtered"] == 3.0
+    assert ("actor/skipped_steps" in found) == is_skipped
 
 
 NAN = float("nan")

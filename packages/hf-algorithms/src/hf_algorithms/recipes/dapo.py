@@ -82,7 +82,9 @@ def step(
         # every mini-batch holds whole groups, and a row for each rank
         groups_each = -(-least_rows(roles.group("actor"), "update_actor") // context.sampling.n)
         parts = min(config.mini_batches, batch.num_rows // context.sampling.n // groups_each)
-        batch = batch if parts else None
+        reference = roles.group("reference") if config.needs_reference else None
+        has_rows = reference is None or batch.num_rows >= least_rows(reference, "compute_ref_logprobs")
+        batch = batch if parts and has_rows else None
         config = config.model_copy(update={"mini_batches": parts})
     if batch is None:
         return [*metrics, {"actor/skipped_steps": 1.0}]
