@@ -105,6 +105,16 @@ def test_a_step_that_names_no_batch_learned_all_or_nothing(
     assert ledger.counts[state] == (3 if is_skipped else 7)
 
 
+def test_a_named_batch_is_dropped_if_no_update_stepped(directory: RunDirectory) -> None:
+    """As where `overlong_filter` leaves no token of any response."""
+    ledger = Ledger(directory)
+    ledger.begin(1, 1)
+    ledger.plan(PROMPTS)
+    ledger.note_trained(put([(*prompt[:2], 0, prompt[2]) for prompt in PROMPTS]))
+    ledger.settle(is_skipped=True)
+    assert (ledger.counts["trained"], ledger.counts["dropped"]) == (0, len(PROMPTS))
+
+
 @pytest.mark.parametrize(
     ("lines", "problem"),
     [

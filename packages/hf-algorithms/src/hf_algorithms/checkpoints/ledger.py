@@ -108,13 +108,15 @@ class Ledger:
         planned samples, and so does a step that names no batch.
 
         Args:
-            is_skipped: a step that names no batch has learned nothing.
+            is_skipped: no update of the iteration took a step, so nothing was trained.
 
         Raises:
             LedgerError: if the states do not add up to the samples that were planned.
         """
         planned = {(*prompt[:2], number, prompt[2]) for prompt in self._prompts for number in range(self._samples)}
-        trained = self._read_trained(planned) if self._batches or is_skipped else planned
+        trained = self._read_trained(planned) if self._batches else planned
+        if is_skipped:
+            trained = set()
         of_groups = {(*self._prompts[group][:2], self._prompts[group][2]) for group in self._filtered}
         filtered = {each for each in planned - trained if (*each[:2], each[3]) in of_groups}
         self._move("trained", trained)
