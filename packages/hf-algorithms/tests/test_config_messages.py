@@ -73,6 +73,10 @@ OURS = {
     "trainer.save_freq": "a key of verl. Set 'run.checkpoint_every'",
     "actor_rollout_ref.actor.optim.lr": "a key of verl. Set 'optimizer.actor_learning_rate'",
     "critic.optim.lr": "a key of verl. Set 'optimizer.critic_learning_rate'",
+    "algorithm.kl_ctrl.kl_coef": "a key of verl. Set 'algorithm.kl_coefficient'",
+    "reward.custom_reward_function.path": "a key of verl. Set 'reward.function' ('file.py:function')",
+    "algorithm.filter_groups.metric": "a key of verl. This algorithm lacks 'algorithm.filter_metric' (of 'dapo'). "
+    "Remove it or change algorithm.name",
 }
 
 
@@ -125,6 +129,26 @@ def test_every_key_that_stands_for_another_exists() -> None:
     known |= {f"model.lora.{key}" for key in ModelLoraConfig.model_fields}
     ours = {each.ours for keys in FOREIGN_KEYS.values() for each in keys}
     assert len(ours) > 40 and sorted(ours - known) == []
+
+
+def test_every_key_of_another_project_is_refused_with_ours() -> None:
+    lacking = []
+    for keys in FOREIGN_KEYS.values():
+        for each in keys:
+            found = [
+                (command, name)
+                for command, recipes in COMMAND_RECIPES.items()
+                for name, recipe in recipes.items()
+                if each.ours in config_keys(recipe) or each.ours.startswith("model.lora.")
+            ]
+            command, name = found[0]
+            body = nest(each.name)
+            body["algorithm"] = {"name": name, **body.get("algorithm", {})}
+            with pytest.raises(ConfigError) as raised:
+                parse_config(body, command=command)
+            if f"unknown key '{each.name}': a key of " not in str(raised.value) or each.ours not in str(raised.value):
+                lacking.append(f"{each.name}: {raised.value}")
+    assert lacking == []
 
 
 def test_no_key_of_another_project_is_listed_twice() -> None:

@@ -85,13 +85,14 @@ def _flatten(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 keys = each if isinstance(each, Mapping) else ()
                 yield from ((f"evaluation[{number}].", key) for key in keys)
         elif isinstance(table, Mapping) and section in Config.model_fields:
-            yield from ((f"{section}.", key) for key in table)
+            for key, value in table.items():
+                yield from list(_flatten_foreign(f"{section}.{key}.", value)) or [(f"{section}.", key)]
         elif section not in Config.model_fields:
             yield from list(_flatten_foreign(f"{section}.", table)) or [("", section)]
 
 
 def _flatten_foreign(place: str, table: Any) -> Iterator[tuple[str, str]]:
-    """Yields the keys of another project's section, such as `[trainer]`, that have one here."""
+    """Yields the keys of another project's table, such as `[trainer]`, that have one here."""
     for name, value in table.items() if isinstance(table, Mapping) else ():
         if find_foreign(f"{place}{name}") is not None:
             yield place, name
@@ -120,6 +121,9 @@ def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
     foreign = find_foreign(key, known_keys) or (None if is_ours else find_foreign(name, known_keys))
     if foreign is not None:
         return _hint_foreign(*foreign)
+    if (elsewhere := find_foreign(key)) is not None:
+        projects, ours = elsewhere
+        return f": a key of {projects}. This algorithm lacks {ours}. Remove it or change algorithm.name"
     near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
     names = [each.rpartition(".")[2] for each in near]
     wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()
