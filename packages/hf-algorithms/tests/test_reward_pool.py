@@ -228,6 +228,27 @@ def test_a_program_that_is_killed_leaves_no_process(folder: Path, kind: signal.S
     assert wait_for_end(started)
 
 
+def test_what_a_reward_prints_is_whole_and_off_the_results(tmp_path: Path) -> None:
+    """Stdout of a program, such as `hybridflow evaluate --json`, is its results alone; nothing flushes what is killed."""
+    (tmp_path / "prints.py").write_text(
+        "print('imported')\ndef score(solution_str):\n    print('scored', solution_str)\n    return 1.0\n"
+    )
+    program = (
+        "from hf_algorithms.rewards import *\n"
+        "spec = FunctionSpec(name='f', function='prints:score')\n"
+        f"scoring = ScoringFunctions([spec], search_path=[{str(tmp_path)!r}], num_processes=1)\n"
+        "scoring.score(Samples(prompts=['p'] * 2, responses=['a', 'b'], answers=['a'] * 2))\n"
+        "scoring.close()\n"
+        "print('results')\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ended.stdout == "results\n"
+    assert ended.stderr.splitlines() == ["imported", "imported", "scored a", "scored b"]
+
+
 def wait_for_end(processes: list[psutil.Process]) -> bool:
     return not psutil.wait_procs(processes, timeout=20)[1]
 

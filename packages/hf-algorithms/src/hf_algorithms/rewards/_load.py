@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout, suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import spec_from_file_location
@@ -75,7 +75,8 @@ def load_function(name: str, *, search_path: Sequence[str | Path] = ()) -> Calla
         )
     if is_file:
         module_name, folders = _find_file(name, Path(module_name).expanduser(), folders)
-    with _IMPORTING.held(_LONGEST_WAIT_S), _mentioned(name, module_name):
+    # What a module prints while it is imported is not part of a command's results.
+    with _IMPORTING.held(_LONGEST_WAIT_S), _mentioned(name, module_name), redirect_stdout(sys.stderr):
         module = _import(module_name, folders, name)
     function = getattr(module, function_name, None)
     if not callable(function):

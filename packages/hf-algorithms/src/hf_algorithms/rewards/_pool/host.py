@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import pickle
 import signal
@@ -18,6 +20,7 @@ __all__ = ["main"]
 def main() -> None:
     """Serves one worker: `argv` has the file descriptors of its messages and of its life."""
     messages, life = int(sys.argv[1]), int(sys.argv[2])
+    _print_to_stderr()
     threading.Thread(target=_end_with_worker, args=(life,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the worker's to handle
     connection = Connection(messages)
@@ -29,6 +32,17 @@ def main() -> None:
         except EOFError:
             return _kill_group()
         connection.send_bytes(pickle.dumps(scheduler.run(batches)))
+
+
+def _print_to_stderr() -> None:
+    """Keeps what functions print off the program's results, line by line: nothing is flushed when a process is killed.
+
+    The processes of the pool inherit both.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        with contextlib.suppress(OSError):  # the program has no stderr
+            os.dup2(2, 1)
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _end_with_worker(life: int) -> None:
