@@ -34,6 +34,11 @@ def _write_power(match: re.Match[str]) -> str:
     return str(base**exponent) if 0 <= exponent <= _MOST_EXPONENT else match[0]
 
 
+def _write_raised(match: re.Match[str]) -> str:
+    sign, digits = match.groups()
+    return f"^{{{'-' if sign else ''}{unicodedata.normalize('NFKC', digits)}}}" if digits else match[0]
+
+
 _MOST_EXPONENT = 64
 _PART = r"\d+(?:,\d{3})*(?:\.\d+)?"
 _LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
@@ -50,7 +55,12 @@ _LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         (r"\\([$%#&])", r"\1"),
     )
 )
-_POWER = re.compile(r"(?<=\d)\s*[\u00d7x*]\s*10\s*(?:\^|\*\*)\s*\{?(-?\d+)\}?")
+_RAISED_DIGITS = "\u2070\u00b9\u00b2\u00b3\u2074-\u2079"
+_RAISED = re.compile(
+    rf"(?<![\d)\]}}])[\u00b2\u00b3](?![{_RAISED_DIGITS}])|\u207a?(\u207b?)([{_RAISED_DIGITS}]+)"
+)
+"""Raised digits, such as those of a power of ten; a square or cube that is not behind a number is a unit's."""
+_POWER = re.compile(r"(?<=\d)\s*[\u00d7\u00b7\u22c5x*]\s*10\s*(?:\^|\*\*)\s*\{?(-?\d+)\}?")
 _WHOLE_POWER = re.compile(r"(?<![\w.,])(\d{1,6})\s*\^\s*\{?(-?\d{1,3})\}?(?!\d)")
 _THIN_GROUP = re.compile(rf"(?<=\d)[{_THIN_SPACES}'\u2019](?=\d{{3}}(?!\d))")
 _SPACED_GROUPS = re.compile(r"(?<![\w.,^/])(?<!\d )([1-9]\d{0,2}(?: \d{3})+)(?![\d/]| /)")
@@ -102,6 +112,7 @@ class Number(NamedTuple):
 
 def plain_text(text: str) -> str:
     """Returns a text in which LaTeX and the many forms of signs, spaces and fractions have one form."""
+    text = _RAISED.sub(_write_raised, text)
     for pattern, replacement in _LATEX:
         text = pattern.sub(replacement, text)
     text = _SPACED_GROUPS.sub(lambda match: match[1].replace(" ", ""), _THIN_GROUP.sub(",", text))
