@@ -226,9 +226,9 @@ REST = """
 |---|---|
 | a number, true or false | score |
 | None, NaN | the function does not apply to the response |
-| a mapping with `score` | its other numbers are curves, `reward/NAME/KEY` |
+| a mapping with `score` | its other numbers are curves, `reward/NAME/KEY`; other values are columns, see below |
 | a list, tuple, array or tensor | one of the above for each response |
-| a mapping with `rewards` (or `scores`) and `extra_logs` | lists of scores and of curves |
+| a mapping with `rewards` (or `scores`) and `extra_logs` | lists of scores, and of curves or columns |
 
 The keys `mean`, `unscorable` and `failed` are the run's own: a function's numbers of these names begin with `logged_`.
 
@@ -240,6 +240,7 @@ TRL's functions may also call `log_metric(name, value)` and `log_extra(column, v
   columns in `extra`, for the first rows of validation and test; `report.html` shows those of the test rows. Where two
   functions name one column, the second is `FUNCTION/COLUMN`. A function without a parameter of this name is not called
   for samples.
+- Texts and other values that `reward.metric` returns next to its scores, such as verl's `pred`, are such columns too.
 - What is not kept is said when the run starts. A server gets none of the three.
 
 A function may be `async`: calls for several prompts then wait at the same time.

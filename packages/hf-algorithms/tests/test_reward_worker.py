@@ -71,6 +71,14 @@ def logs_too_few(completions, log_extra):
 def logs_text(completions, log_metric):
     log_metric("size", "large")
 
+def guesses(solution_str, extra_info):
+    """As verl's functions return what they read of a response."""
+    return {"score": 1.0, "pred": solution_str, "is_even": len(solution_str) % 2 == 0, "steps": [1, 2], "why": None}
+
+def guesses_of_group(queries, prompts, labels):
+    """As OpenRLHF's functions return lists of it."""
+    return {"rewards": [1.0] * len(queries), "extra_logs": {"pred": list(queries), "size": [1.0] * len(queries)}}
+
 def asks(completions, trainer_state):
     return trainer_state.log_history
 '''
@@ -216,6 +224,20 @@ def test_logged_columns_are_in_the_samples(folder: Path, processes: int) -> None
         {"first": text[0], "half": len(text) / 2, "logs_async/first": "async"} for text in RESPONSES
     ]
     assert json.loads(json.dumps(rows)) == rows
+
+
+def test_texts_next_to_scores_are_in_the_samples(folder: Path) -> None:
+    found = []
+    for name in ("guesses", "guesses_of_group"):
+        with worker(folder, spec(name), metric=f"worker_rewards:{name}") as group:
+            group.compute_reward(batch_of(folder)).result()
+            rows = group.collect_samples(batch_of(folder)).result()
+            metrics = group.drain_metrics().result()
+        found.append([row["extra"] for row in rows])
+        assert json.loads(json.dumps(rows)) == rows
+        assert {key for key in metrics if "pred" in key or "why" in key or "steps" in key} == set()
+    assert found[0] == [{"pred": text, "steps": "[1, 2]"} for text in RESPONSES]
+    assert [row["pred"].partition("=")[2] for row in found[1]] == list(RESPONSES)
 
 
 @pytest.mark.parametrize(

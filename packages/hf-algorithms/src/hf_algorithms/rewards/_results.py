@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from hf_algorithms.rewards._result_numbers import WrongResult, as_scalar, is_date, read_number_or_none
-from hf_algorithms.rewards._trainer import CallLog
+from hf_algorithms.rewards._trainer import CallLog, as_json
 from hf_protocols.validation import show
 
 __all__ = ["CallScores", "read_result"]
@@ -25,7 +25,7 @@ class CallScores(NamedTuple):
     Attributes:
         scores: one for each response; NaN where it cannot be scored.
         metrics: further numbers by name, one for each response; NaN where a response has no number.
-        log: values that the function logged; None where it was not offered a log.
+        log: values that the function logged, or returned next to its scores and are not numbers; None without any.
     """
 
     scores: list[float]
@@ -37,8 +37,8 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
     """Reads what a function returned for `num_rows` responses.
 
     For each response a number, None or NaN (it cannot be scored), or a mapping with `score`, whose other numbers are
-    metrics. For a group a list, tuple, array or tensor of these; or a mapping with `rewards` or `scores`, whose
-    `extra_logs` are metrics.
+    metrics, and whose other values are columns of the log. For a group a list, tuple, array or tensor of these; or a
+    mapping with `rewards` or `scores`, whose `extra_logs` are metrics and columns.
 
     Args:
         result: of the call.
@@ -48,13 +48,13 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
     Raises:
         WrongResult: for anything else, a wrong number of scores, and a score that float32 cannot hold.
     """
-    metrics: dict[str, list[float]] = {}
     if per_sample and type(result) is float and abs(result) <= _LARGEST_FLOAT32:  # most results, at once
-        return CallScores([result], metrics)
+        return CallScores([result], {})
+    further = _Further(num_rows)
     if per_sample and (isinstance(result, Mapping) or _as_list(result) is None):
         result = [result]
     elif isinstance(result, Mapping):
-        result, metrics = _open_mapping(result, num_rows)
+        result = _open_mapping(result, further)
     values = _as_list(result)
     if values is None or len(values) != num_rows:
         given = f"{show(result)} ({_kind(result)}), which is not a list," if values is None else f"{len(values)} scores"
@@ -65,14 +65,32 @@ def read_result(result: Any, num_rows: int, *, per_sample: bool) -> CallScores:
             if "score" not in value:
                 raise WrongResult(f"returned {show(dict(value))}", row, advice="Name its number 'score'")
             for name, each in value.items():
-                if name != "score" and (number := _as_number(each)) is not None:
-                    metrics.setdefault(str(name), [math.nan] * num_rows)[row] = number
+                if name != "score":
+                    further.add(str(name), row, each)
             value = as_scalar(value["score"])
         scores.append(_checked(value, row))
-    return CallScores(scores, metrics)
+    return CallScores(scores, further.metrics, CallLog(columns=further.columns) if further.columns else None)
 
 
-def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[str, list[float]]]:
+class _Further:
+    """Values that a function returned next to its scores: numbers, which are metrics, and columns of all others."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.metrics: dict[str, list[float]] = {}
+        self.columns: dict[str, list[Any]] = {}
+
+    def add(self, name: str, row: int, value: Any) -> None:
+        """Enters the value of a response; None, NaN and infinity are entered nowhere."""
+        number = read_number_or_none(value)
+        if number is None and value is not None:
+            self.columns.setdefault(name, [None] * self.num_rows)[row] = as_json(value)
+        elif number is not None and math.isfinite(number):
+            self.metrics.setdefault(name, [math.nan] * self.num_rows)[row] = number
+
+
+def _open_mapping(result: Mapping[Any, Any], further: _Further) -> Any:
+    num_rows = further.num_rows
     key = next((name for name in ("rewards", "scores") if name in result), None)
     if key is None:
         given = f"returned a mapping of {show([*result])} for {num_rows} responses"
@@ -81,7 +99,6 @@ def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[s
     found = dict(logs) if isinstance(logs, Mapping) else {}
     if key == "rewards" and "scores" in result:
         found["scores"] = result["scores"]
-    metrics = {}
     for name, each in found.items():
         values = _as_list(each)
         if values is None:
@@ -89,9 +106,9 @@ def _open_mapping(result: Mapping[Any, Any], num_rows: int) -> tuple[Any, dict[s
         if len(values) != num_rows:
             given = f"returned {len(values)} numbers of {show(name)} for {num_rows} responses"
             raise WrongResult(given, advice=_ONE_EACH)
-        numbers = [math.nan if (number := _as_number(value)) is None else number for value in values]
-        metrics[str(name)] = numbers
-    return result[key], metrics
+        for row, value in enumerate(values):
+            further.add(str(name), row, value)
+    return result[key]
 
 
 def _as_list(answer: Any) -> list[Any] | None:
@@ -104,11 +121,6 @@ def _as_list(answer: Any) -> list[Any] | None:
     if not isinstance(values, list):  # an array without dimensions
         return None
     return [as_scalar(value) for value in values]
-
-
-def _as_number(value: Any) -> float | None:
-    number = read_number_or_none(value)
-    return number if number is not None and math.isfinite(number) else None
 
 
 def _checked(value: Any, row: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_algorithms.rewards._result_numbers import WrongResult, read_number_or_none
 
-__all__ = ["TRAINER_VALUES", "CallLog", "TrainerState"]
+__all__ = ["TRAINER_VALUES", "CallLog", "TrainerState", "as_json"]
 
 TRAINER_VALUES = ("trainer_state", "log_extra", "log_metric")
 """Parameters whose value is one for a whole call, in TRL's convention."""
@@ -67,7 +67,7 @@ class CallLog:
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Adds values to a column, one for each response of the call in the end."""
-        self.columns.setdefault(str(column), []).extend(map(_as_json, values))
+        self.columns.setdefault(str(column), []).extend(map(as_json, values))
 
     @staticmethod
     def of(arguments: Mapping[str, Any]) -> CallLog | None:
@@ -90,8 +90,8 @@ class CallLog:
                 raise WrongResult(given, advice="Log one for each response")
 
 
-def _as_json(value: Any) -> Any:
-    """A value as a file of samples holds it: texts, numbers and None as they are, others as texts."""
+def as_json(value: Any) -> Any:
+    """Returns a value as a file of samples holds it: texts, numbers and None as they are, others as texts."""
     value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
     return value if is_plain else str(value)

@@ -204,6 +204,8 @@ def _read(result: Any, calls: Calls, number: int, arguments: Mapping[str, Any]) 
     if log is None:
         return found
     log.check(calls.num_rows[number])
+    if found.log is not None:
+        log.columns = {**found.log.columns, **log.columns}
     return found._replace(log=log)
 
 
