@@ -152,6 +152,11 @@ def test_costs_have_the_safer_side_first(tmp_path: Path) -> None:
         ),
         (
             "reward",
+            {"prompt": [{**USER, "name": "\ud800"}], "chosen": [GOOD], "rejected": [BAD]},
+            "line 1: field 'prompt' contains an unpaired",
+        ),
+        (
+            "reward",
             {"prompt": "?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
             "line 1: a side begins with {'role",
         ),

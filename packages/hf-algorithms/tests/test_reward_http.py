@@ -66,6 +66,15 @@ def test_a_server_scores_groups_in_the_pool(url: str) -> None:
     assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
 
 
+def test_a_server_gets_half_a_character_as_its_escape(url: str) -> None:
+    scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/half")], num_processes=1)
+    batch = Samples(prompts=["p"], responses=["a"], answers=["1"], columns=[{"title": "cut \ud83d"}])
+    (scored,) = scoring.score(batch)
+    scoring.close()
+    assert scored.scores == [1.0]
+    assert [body["title"] for path, body, _ in ByPath.seen if path == "/half"] == [["cut \ud83d"]]
+
+
 def test_a_server_of_trls_convention_gets_what_json_holds(url: str) -> None:
     scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/trl", style="trl")], num_processes=0)
     chat = [{"role": "user", "content": "p"}]

@@ -73,7 +73,7 @@ def logs_text(completions, log_metric):
 
 def guesses(solution_str, extra_info):
     """As verl's functions return what they read of a response."""
-    return {"score": 1.0, "pred": solution_str, "is_even": len(solution_str) % 2 == 0, "steps": [1, 2], "why": None}
+    return {"score": 1.0, "pred": solution_str, "is_even": len(solution_str) % 2 == 0, "half": "\\ud83d", "why": None}
 
 def guesses_of_group(queries, prompts, labels):
     """As OpenRLHF's functions return lists of it."""
@@ -234,9 +234,9 @@ def test_texts_next_to_scores_are_in_the_samples(folder: Path) -> None:
             rows = group.collect_samples(batch_of(folder)).result()
             metrics = group.drain_metrics().result()
         found.append([row["extra"] for row in rows])
-        assert json.loads(json.dumps(rows)) == rows
-        assert {key for key in metrics if "pred" in key or "why" in key or "steps" in key} == set()
-    assert found[0] == [{"pred": text, "steps": "[1, 2]"} for text in RESPONSES]
+        assert json.loads(json.dumps(rows, ensure_ascii=False).encode()) == rows
+        assert {key for key in metrics if "pred" in key or "why" in key or "half" in key} == set()
+    assert found[0] == [{"pred": text, "half": "\\ud83d"} for text in RESPONSES]
     assert [row["pred"].partition("=")[2] for row in found[1]] == list(RESPONSES)
 
 

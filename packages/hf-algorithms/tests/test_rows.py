@@ -59,6 +59,7 @@ def test_numbers_become_text_and_other_fields_are_columns(tmp_path):
         (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),
         (b'{"prompt": {}, "answer": "b"}', "field 'prompt' is a JSON object"),
         (b'{"prompt": "\\ud83d", "answer": "b"}', "contains an unpaired surrogate"),
+        (b'{"prompt": [{"role": "user", "content": "a", "name": "\\ud83d"}]}', "contains an unpaired surrogate"),
     ],
 )
 def test_a_bad_line_is_named_with_its_number(tmp_path, line, says):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -411,7 +412,7 @@ def _read_text(record: Mapping[str, Any], name: str, where: str) -> Text:
     messages = [read_message(each, f"{where}: message {number} of {name}") for number, each in enumerate(value, 1)]
     messages = [each if "content" in each else {**each, "content": None} for each in messages]
     for message in messages:
-        check_field(str(message["content"]), name, where)
+        check_field(json.dumps(message, ensure_ascii=False), name, where)
     return tuple(messages)
 
 

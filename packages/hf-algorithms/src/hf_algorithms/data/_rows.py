@@ -213,7 +213,7 @@ def _read_prompt(record: Mapping[str, Any], name: str) -> tuple[str | tuple[Mess
         return _read_text(value, name, wanted="text, a number or a list of messages with roles", role="prompt"), None
     messages = [read_message(each, f": message {number} of field {show(name)}") for number, each in enumerate(value, 1)]
     for message in messages:
-        check_characters(str(message.get("content", "")), name)
+        check_characters(json.dumps(message, ensure_ascii=False), name)
     written = None
     if has_answers_in_chats(name) and messages[-1]["role"] == "assistant":
         written = messages.pop().get("content")

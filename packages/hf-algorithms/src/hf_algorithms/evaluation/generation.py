@@ -440,7 +440,17 @@ def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
     if row.answer is not None:
         columns.setdefault("answer", row.answer)
     columns["responses"] = [each.to_dict() for each in responses]
-    return json.dumps(columns, ensure_ascii=False, default=str)
+    line = json.dumps(columns, ensure_ascii=False, default=str)
+    # A column may have half a character, which only an escape can write.
+    return line if _is_utf8(line) else json.dumps(columns, default=str)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_output(output: Any) -> Path:

@@ -139,7 +139,7 @@ class HTTPScorer:
             values["query"] = values.pop("queries")
         sizes = [len(value) for value in values.values() if isinstance(value, list)]
         num_rows = max(sizes, default=1) or 1
-        request = self._build_request(json.dumps(values, ensure_ascii=False).encode())
+        request = self._build_request(json.dumps(values).encode())
         end_s = time.monotonic() + self.deadline_s * num_rows
         wait_s = _FIRST_WAIT_S
         while True:
