@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from hf_algorithms.data import PromptDataset, Row, build_character_tokenizer, open_rows, select_rows
+from hf_algorithms.data import PromptDataset, Row, TurnFormat, build_character_tokenizer, open_rows, select_rows
+from hf_algorithms.jagged import decode_text
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
 ROWS = [Row("37+85=", "122"), Row("1+1=", "2"), Row("9+0=", "")]
@@ -210,3 +211,23 @@ def test_rows_with_columns_or_chats_travel_as_json(tmp_path):
     assert found == [[None, "2", {}], [list(chat), None, {"level": 3}]]
     assert _lists(batch["prompt_ids"]) == [_ids("1+1="), _ids("1+2=")]
     assert "row_extra" not in PromptDataset(rows[:1], tokenizer).prompts([0])
+
+
+def test_a_column_may_have_half_a_character(tokenizer, tmp_path):
+    path = tmp_path / "cut.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "title": "cut \ud83d"}))
+    (text,) = decode_text(PromptDataset(open_rows([(str(path), None)]), tokenizer).prompts([0])["row_extra"])
+    assert json.loads(text) == [None, "2", {"title": "cut \ud83d"}]
+
+
+def test_texts_among_chats_are_mentioned(tmp_path):
+    tokenizer = build_character_tokenizer(CHARACTERS, tmp_path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat = Row(({"role": "user", "content": "1+1="},))
+    mixed = PromptDataset([Row("9+0="), chat, chat], tokenizer, source="data.train = 'a.jsonl'")
+    assert mixed.describe_mixture() == (
+        "data.train = 'a.jsonl': 1 of 3 prompts are texts among chats: the chat template does not write them"
+    )
+    assert [PromptDataset(rows, tokenizer).describe_mixture() for rows in ([chat], [Row("9+0=")])] == [None, None]
+    written = TurnFormat(tokenizer, system_prompt="1")
+    assert PromptDataset([Row("9+0="), chat], tokenizer, turns=written).describe_mixture() is None

@@ -73,6 +73,8 @@ class PromptDataset:
         """Tokens of the longest prompt before that."""
         self.num_unanswered = 0
         """Rows without an answer, those that are dropped included."""
+        self.num_texts = 0
+        """Prompts that no chat template writes, those that are dropped included."""
         self._count_tokens()
         self.order = build_order(rows, self._kept, source=source)
         """In which order rows are drawn; it counts rows as `prompts` does."""
@@ -108,6 +110,15 @@ class PromptDataset:
         if self.num_unanswered in (0, len(self._rows)):
             return None
         return f"{self.source}: {self.num_unanswered:,} of {len(self._rows):,} rows have no answer"
+
+    def describe_mixture(self) -> str | None:
+        """One line about texts among chats; None if all prompts are alike."""
+        if self.num_texts in (0, len(self._rows)):
+            return None
+        return (
+            f"{self.source}: {self.num_texts:,} of {len(self._rows):,} prompts are texts among chats: the chat template "
+            "does not write them"
+        )
 
     def describe_too_long(self) -> str | None:
         """One line about prompts that were dropped or cut; None if there are none."""
@@ -201,6 +212,7 @@ class PromptDataset:
         for chunk in _chunked(self._rows):
             self._has_extra = self._has_extra or any(map(self._needs_extra, chunk))
             self.num_unanswered += sum(row.answer is None for row in chunk)
+            self.num_texts += sum(self._turns.as_chat(row.prompt) is None for row in chunk)
             for ids, length in self._encode(chunk, range(number, number + len(chunk))):
                 self.longest = max(self.longest, length)
                 is_too_long = self.max_tokens is not None and length > self.max_tokens

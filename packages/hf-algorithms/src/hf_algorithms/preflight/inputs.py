@@ -87,7 +87,7 @@ class RunInputs(ModelInputs):
     """Rows of the pretraining loss; None: the rows of `train`."""
 
     def describe_data(self) -> list[str]:
-        """A line for each file with its format and columns, one for absent answers and one for long prompts."""
+        """A line for each file with its format and columns, one for absent answers, mixed and long prompts each."""
         lines: list[str] = []
         sets: list[PromptDataset | TextBlocks] = [self.train, self.validation, self.test]
         sets += [each.data for each in self.evaluations]
@@ -100,7 +100,7 @@ class RunInputs(ModelInputs):
             if isinstance(data, TextBlocks):
                 lines.append(data.describe())
             else:
-                lines += filter(None, [data.describe_unanswered(), data.describe_too_long()])
+                lines += filter(None, [data.describe_unanswered(), data.describe_mixture(), data.describe_too_long()])
         return list(dict.fromkeys(lines))
 
     def describe_draws(self, config: Config) -> list[str]:
