@@ -95,6 +95,37 @@ def test_trouble_of_the_server_is_tried_again(url: str) -> None:
         HTTPScorer("http://127.0.0.1:9", deadline_s=0.25)(responses=["a"])
 
 
+class CountedSleep:
+    """A clock that sleeps move, and nothing else."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(
+    ("style", "values", "num_rows"),
+    [
+        ("verl", {"solution_str": "a", "response_ids": list(range(50))}, 1),
+        ("verifiers", {"completion": "a", "prompt": [{"role": "user", "content": "p"}] * 3}, 1),
+        ("trl", {"completions": ["a", "b", "c"], "prompts": ["p"] * 3}, 3),
+        ("auto", {"responses": ["a", "b"]}, 2),
+    ],
+)
+def test_the_deadline_counts_responses_and_not_tokens(
+    monkeypatch: pytest.MonkeyPatch, style: Any, values: Any, num_rows: int
+) -> None:
+    clock = CountedSleep()
+    monkeypatch.setattr("hf_algorithms.rewards._http.time", clock)
+    with pytest.raises(CallExpired):
+        HTTPScorer("http://127.0.0.1:9", deadline_s=2.0, style=style)(**values)
+    assert clock.now_s == pytest.approx(2.0 * num_rows)
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [

@@ -7,7 +7,7 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.error import HTTPError
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
-from hf_algorithms.rewards._conventions import Style
+from hf_algorithms.rewards._conventions import CONVENTIONS, Style
 from hf_algorithms.rewards._pool.messages import CallExpired
 from hf_algorithms.rewards._trainer import TRAINER_VALUES
 from hf_algorithms.url_secrets import fill_variables, hide_secrets
@@ -137,8 +137,7 @@ class HTTPScorer:
             values.pop(name, None)
         if self.style == "openrlhf":
             values["query"] = values.pop("queries")
-        sizes = [len(value) for value in values.values() if isinstance(value, list)]
-        num_rows = max(sizes, default=1) or 1
+        num_rows = self._count_rows(values)
         request = self._build_request(json.dumps(values).encode())
         end_s = time.monotonic() + self.deadline_s * num_rows
         wait_s = _FIRST_WAIT_S
@@ -153,6 +152,12 @@ class HTTPScorer:
                     raise RewardError(f"{self._shown()} returned status {error.code} {shorten(error.reason)}") from None
             time.sleep(min(wait_s, max(end_s - time.monotonic(), 0.0)))
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    def _count_rows(self, values: Mapping[str, Any]) -> int:
+        """Responses of a call: for a single one, a list has its tokens or messages."""
+        if self.style != "auto" and CONVENTIONS[self.style].per_sample:
+            return 1
+        return max((len(value) for value in values.values() if isinstance(value, list)), default=1) or 1
 
     def _ask(self, request: Request, timeout_s: float, most_bytes: int) -> Any:
         # No proxy and no redirect: texts go to the host that was allowed, and to no other.
