@@ -275,6 +275,17 @@ def test_values_of_parquet_are_those_of_json(tmp_path: Path) -> None:
     assert load_rows(tmp_path / "a.parquet") == [Row(({"role": "user", "content": "a"},), "1.50", {"more": more})]
 
 
+def test_a_date_beyond_the_years_of_python_is_one_line(tmp_path: Path) -> None:
+    table = pa.table({"prompt": ["a"], "day": pa.array([10**9], pa.date32())})
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+    for name in ("rows.parquet", "saved"):
+        opened = open_table(tmp_path / name)
+        for read in (lambda opened=opened: list(opened.records()), lambda opened=opened: opened.record(0)):
+            with pytest.raises(DataError, match=rf"{name}: a value cannot be read: .* Write its column as text"):
+                read()
+
+
 def test_a_hub_name_without_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -69,7 +69,8 @@ class ParquetTable:
     def record(self, row: int) -> Mapping[str, Any]:
         group = bisect_right(self._starts, row) - 1
         with self._errors():
-            (found,) = self._read_group(group).slice(row - self._starts[group], 1).to_pylist()
+            part = self._read_group(group).slice(row - self._starts[group], 1)
+        (found,) = _list_records(part, self._shown)
         return _to_json_object(found, self._narrow)
 
     def records(self) -> Iterator[Mapping[str, Any]]:
@@ -79,7 +80,7 @@ class ParquetTable:
                 batch = next(batches, None)
             if batch is None:
                 return
-            yield from (_to_json_object(each, self._narrow) for each in batch.to_pylist())
+            yield from (_to_json_object(each, self._narrow) for each in _list_records(batch, self._shown))
 
     def _read_group(self, group: int) -> Any:
         if group not in self._groups:
@@ -116,12 +117,12 @@ class DatasetTable:
         return f"{self._shown}, row {row + 1}"
 
     def record(self, row: int) -> Mapping[str, Any]:
-        (found,) = self._dataset[row].to_pylist()
+        (found,) = _list_records(self._dataset[row], self._shown)
         return _to_json_object(found, self._narrow)
 
     def records(self) -> Iterator[Mapping[str, Any]]:
         for batch in self._dataset.iter(_BATCH_ROWS):
-            yield from (_to_json_object(each, self._narrow) for each in batch.to_pylist())
+            yield from (_to_json_object(each, self._narrow) for each in _list_records(batch, self._shown))
 
 
 def open_dataset_directory(path: Path, shown: str) -> DatasetTable:
@@ -222,6 +223,17 @@ def _find_narrow(schema: Any, shown: str) -> Mapping[str, str]:
         raise DataError(f"{shown}: has the column {show(twice[0])} twice. Rename one of the two")
     kinds = ((types.is_float32, "f"), (types.is_float16, "e"))
     return {field.name: kind for field in schema for is_kind, kind in kinds if is_kind(field.type)}
+
+
+def _list_records(part: Any, shown: str) -> list[Any]:
+    """The rows of a table of Arrow; refuses values that Python cannot hold, such as dates beyond its years."""
+    with raised_as(
+        lambda error: DataError(
+            f"{shown}: a value cannot be read: {_one_line(error)}. Write its column as text, or leave the column out"
+        )
+    ):
+        records: list[Any] = part.to_pylist()
+        return records
 
 
 def _to_json_object(record: Mapping[str, Any], narrow: Mapping[str, str]) -> Mapping[str, Any]:
