@@ -8,7 +8,17 @@ from collections import Counter
 import pytest
 import torch
 
-from hf_algorithms.data import PromptDataset, Row, TurnFormat, build_character_tokenizer, open_rows, select_rows
+from hf_algorithms.data import (
+    AnswerDataset,
+    PreferenceDataset,
+    PreferenceRow,
+    PromptDataset,
+    Row,
+    TurnFormat,
+    build_character_tokenizer,
+    open_rows,
+    select_rows,
+)
 from hf_algorithms.jagged import decode_text
 from hf_protocols.errors import BatchError, ConfigError, DataError
 
@@ -223,11 +233,19 @@ def test_a_column_may_have_half_a_character(tokenizer, tmp_path):
 def test_texts_among_chats_are_mentioned(tmp_path):
     tokenizer = build_character_tokenizer(CHARACTERS, tmp_path)
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    chat = Row(({"role": "user", "content": "1+1="},))
-    mixed = PromptDataset([Row("9+0="), chat, chat], tokenizer, source="data.train = 'a.jsonl'")
-    assert mixed.describe_mixture() == (
-        "data.train = 'a.jsonl': 1 of 3 prompts are texts among chats: the chat template does not write them"
-    )
-    assert [PromptDataset(rows, tokenizer).describe_mixture() for rows in ([chat], [Row("9+0=")])] == [None, None]
+    text, chat = Row("9+0=", "9"), Row(({"role": "user", "content": "1+1="},), "2")
+    says = "data.train = 'a': 1 of 3 rows are texts among chats: the chat template does not write them"
+    how = {"source": "data.train = 'a'"}
+    mixed, alike = [text, chat, chat], ([chat], [text])
+    assert PromptDataset(mixed, tokenizer, **how).describe_mixture() == says
+    assert [PromptDataset(rows, tokenizer).describe_mixture() for rows in alike] == [None, None]
     written = TurnFormat(tokenizer, system_prompt="1")
-    assert PromptDataset([Row("9+0="), chat], tokenizer, turns=written).describe_mixture() is None
+    assert PromptDataset(mixed, tokenizer, turns=written, **how).describe_mixture() is None
+    assert AnswerDataset(mixed, tokenizer, max_tokens=32, **how).describe_rows()[1:] == [says]
+    assert [len(AnswerDataset(rows, tokenizer, max_tokens=32, **how).describe_rows()) for rows in alike] == [1, 1]
+    pairs = [
+        PreferenceRow(prompt="9+0=", chosen="9", rejected="0"),
+        *[PreferenceRow(prompt=chat.prompt, chosen="2", rejected="3")] * 2,
+    ]
+    assert PreferenceDataset(pairs, tokenizer, max_tokens=32, **how).describe_rows()[1:] == [says]
+    assert len(PreferenceDataset(pairs[1:], tokenizer, max_tokens=32, **how).describe_rows()) == 1

@@ -229,7 +229,7 @@ def test_a_program_that_is_killed_leaves_no_process(folder: Path, kind: signal.S
 
 
 def test_what_a_reward_prints_is_whole_and_off_the_results(tmp_path: Path) -> None:
-    """Stdout of a program, such as `hybridflow evaluate --json`, is its results alone; nothing flushes what is killed."""
+    """Stdout of a program, such as `evaluate --json`, is its results alone; what is killed flushes nothing."""
     (tmp_path / "prints.py").write_text(
         "print('imported')\ndef score(solution_str):\n    print('scored', solution_str)\n    return 1.0\n"
     )

@@ -10,7 +10,7 @@ from hf_algorithms.data._file_rows import build_order, locate
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import Message, Row
 from hf_algorithms.data._text_blocks import TextBlocks
-from hf_algorithms.data._turns import TurnFormat
+from hf_algorithms.data._turns import TurnFormat, describe_texts
 from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ class AnswerDataset:
         """Rows that are left out."""
         self.num_untrained_turns = 0
         """Earlier messages of the assistant that are read and not trained."""
+        self.num_texts = 0
+        """Rows that no chat template writes, those that are left out included."""
         self._rows = rows
         self._tokenizer = tokenizer
         self._turns = turns or TurnFormat(tokenizer, label=source)
@@ -108,7 +110,8 @@ class AnswerDataset:
             (self.num_untrained_turns, "earlier messages of the assistant are not trained: the template changes them"),
         )
         lines = [f"{self.source}: {count:,} {text.format(self._max_tokens)}" for count, text in counts if count]
-        return [f"{self.source}: {len(self):,} rows", *lines]
+        texts = describe_texts(self.num_texts, len(self._rows), source=self.source)
+        return [f"{self.source}: {len(self):,} rows", *lines, *([texts] if texts else [])]
 
     def preview(self) -> dict[str, list[int]]:
         """Token ids of the first row's prompt, of what follows, and of the trained part of it."""
@@ -163,6 +166,7 @@ class AnswerDataset:
     def _encode(self, numbers: Sequence[int], *, counts: bool = False) -> Iterator[_Sequence]:
         """Yields the tokens of rows, cut to the bound if that is asked for."""
         rows = [self._rows[number] for number in numbers]
+        self.num_texts += counts * sum(self._turns.as_chat(row.prompt) is None for row in rows)
         turns = [self._list_turns(row, number) for row, number in zip(rows, numbers, strict=True)]
         places = [self._where(number) for number, each in zip(numbers, turns, strict=True) for _ in each]
         prompts, answers = ([turn[part] for each in turns for turn in each] for part in (0, 1))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from hf_algorithms.data._file_rows import build_order, locate
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import Row
-from hf_algorithms.data._turns import TurnFormat
+from hf_algorithms.data._turns import TurnFormat, describe_texts
 from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -113,12 +113,7 @@ class PromptDataset:
 
     def describe_mixture(self) -> str | None:
         """One line about texts among chats; None if all prompts are alike."""
-        if self.num_texts in (0, len(self._rows)):
-            return None
-        return (
-            f"{self.source}: {self.num_texts:,} of {len(self._rows):,} prompts are texts among chats: the chat template "
-            "does not write them"
-        )
+        return describe_texts(self.num_texts, len(self._rows), source=self.source)
 
     def describe_too_long(self) -> str | None:
         """One line about prompts that were dropped or cut; None if there are none."""

@@ -24,7 +24,7 @@ from hf_algorithms.data._rows import SAMPLE_RECORDS, Message, Row, read_message
 from hf_algorithms.data._sequences import SequenceEncoder, cut_to
 from hf_algorithms.data._system_column import begin_with, check_field, read_system
 from hf_algorithms.data._tables import Table, open_tables
-from hf_algorithms.data._turns import TurnFormat
+from hf_algorithms.data._turns import TurnFormat, describe_texts
 from hf_protocols.errors import DataError
 from hf_protocols.validation import shorten_list, show
 
@@ -177,6 +177,8 @@ class PreferenceDataset:
         self.source = source
         self.num_cut = 0
         """Rows that lost their start."""
+        self.num_texts = 0
+        """Rows that no chat template writes."""
         self._rows = rows
         self._turns = turns or TurnFormat(tokenizer, label=source)
         self._encoder = SequenceEncoder(tokenizer, label=source, turns=self._turns)
@@ -213,7 +215,8 @@ class PreferenceDataset:
                 f"{self.source}: {self.num_cut} of {len(self)} rows are longer than the model's context of "
                 f"{self._max_tokens} tokens and lose their start"
             )
-        return lines
+        texts = describe_texts(self.num_texts, len(self), source=self.source)
+        return [*lines, *([texts] if texts else [])]
 
     def preview(self) -> dict[str, list[int]]:
         """Token ids of the first pair's prompt, `response` (chosen) and `rejected`."""
@@ -254,6 +257,7 @@ class PreferenceDataset:
                     f"{row.where}: is a chat, and the tokenizer has no chat template. Set data.chat_template to a file "
                     "or a text"
                 )
+            self.num_texts += self._turns.as_chat(row.prompt) is None
             ids = self._encode(row)
             cut = self._cut(ids)
             self.num_cut += cut != ids

@@ -21,7 +21,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TurnFormat", "decode_responses"]
+__all__ = ["TurnFormat", "decode_responses", "describe_texts"]
 
 Prompt = str | Sequence[Message]
 
@@ -336,6 +336,19 @@ class TurnFormat:
                 f"{name} leaves out a user's message: every chat becomes {show(texts.pop())}. Write the content of "
                 "messages in it"
             )
+
+
+def describe_texts(num_texts: int, num_rows: int, *, source: str) -> str | None:
+    """Returns a line about texts among chats, which are read without the template; None if all rows are alike.
+
+    Args:
+        num_texts: rows that `TurnFormat.as_chat` does not make chats.
+        num_rows: all of them.
+        source: of the rows, for messages.
+    """
+    if num_texts in (0, num_rows):
+        return None
+    return f"{source}: {num_texts:,} of {num_rows:,} rows are texts among chats: the chat template does not write them"
 
 
 def decode_responses(

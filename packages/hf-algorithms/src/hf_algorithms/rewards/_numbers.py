@@ -56,9 +56,7 @@ _LATEX: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     )
 )
 _RAISED_DIGITS = "\u2070\u00b9\u00b2\u00b3\u2074-\u2079"
-_RAISED = re.compile(
-    rf"(?<![\d)\]}}])[\u00b2\u00b3](?![{_RAISED_DIGITS}])|\u207a?(\u207b?)([{_RAISED_DIGITS}]+)"
-)
+_RAISED = re.compile(rf"(?<![\d)\]}}])[\u00b2\u00b3](?![{_RAISED_DIGITS}])|\u207a?(\u207b?)([{_RAISED_DIGITS}]+)")
 """Raised digits, such as those of a power of ten; a square or cube that is not behind a number is a unit's."""
 _POWER = re.compile(r"(?<=\d)\s*[\u00d7\u00b7\u22c5x*]\s*10\s*(?:\^|\*\*)\s*\{?(-?\d+)\}?")
 _WHOLE_POWER = re.compile(r"(?<![\w.,])(\d{1,6})\s*\^\s*\{?(-?\d{1,3})\}?(?!\d)")
