@@ -55,7 +55,7 @@ def test_numbers_become_text_and_other_fields_are_columns(tmp_path):
             b'{"question": "a", "answer": "b"}',
             "no field 'prompt'; its fields are 'question', 'answer'. Add the field, or set data.prompt_field",
         ),
-        (b'{"prompt": null, "answer": "b"}', "field 'prompt' is a JSON null, not text, a number or a list"),
+        (b'{"prompt": null, "answer": "b"}', "field 'prompt' has no value. Fill it in, or remove the row"),
         (b'{"prompt": true, "answer": "b"}', "field 'prompt' is a JSON boolean"),
         (b'{"prompt": {}, "answer": "b"}', "field 'prompt' is a JSON object"),
         (b'{"prompt": "\\ud83d", "answer": "b"}', "contains an unpaired surrogate"),

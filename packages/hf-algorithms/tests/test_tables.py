@@ -198,7 +198,7 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, conte
             '{"prompt": {"a": 1}}',
             "field 'prompt' is a JSON object, not text, a number or a list of messages with roles",
         ),
-        ('{"prompt": null}', "field 'prompt' is a JSON null, not text, a number or a list of messages with roles"),
+        ('{"prompt": null}', "field 'prompt' has no value. Fill it in, or remove the row"),
         ('{"prompt": []}', "field 'prompt' is an empty list, which holds no message. Remove the row"),
         (
             '{"prompt": [{"role": "user", "content": "a"}, {"content": "b"}]}',
@@ -235,6 +235,9 @@ def test_a_directory_of_files_names_most_of_them(tmp_path: Path) -> None:
 def test_an_empty_value_of_csv_is_an_absent_answer(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("prompt,answer\na,\nb,2\n")
     assert load_rows(tmp_path / "a.csv") == [Row("a"), Row("b", "2")]
+    (tmp_path / "b.csv").write_text("prompt,answer\na,1\n,2\n")
+    with pytest.raises(DataError, match=r"b\.csv, line 3: field 'prompt' has no value\. Fill it in, or remove"):
+        load_rows(tmp_path / "b.csv")
 
 
 def test_a_split_of_a_data_set_is_a_directory(tmp_path: Path) -> None:

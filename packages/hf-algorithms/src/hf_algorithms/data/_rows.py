@@ -290,6 +290,8 @@ def _read_answer(record: Mapping[str, Any], name: str, *, is_learned: bool) -> s
 
 
 def _read_text(value: object, name: str, *, wanted: str, role: str) -> str:
+    if value is None:  # null in JSON, an empty value in CSV
+        raise DataError(f": field {show(name)} has no value. Fill it in, or remove the row")
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = describe_json_kind(value)
         raise DataError(
