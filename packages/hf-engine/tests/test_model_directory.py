@@ -187,6 +187,12 @@ def test_critic_is_read_where_one_is_wanted(model):
     assert "'value_head.weight' in the place of a head that predicts tokens" in refusal(model)
 
 
+def test_head_without_rows_is_not_one_label(model):
+    change_weights(model, lambda weights: weights.update({"score.weight": weights.pop("lm_head.weight")[0, 0]}))
+    for head in ("value", "score"):
+        assert "holds 'score.weight' of shape (). One number is needed" in refusal(model, head=head)
+
+
 def test_buffers_and_the_copy_of_a_tied_head_are_left_alone(tmp_path):
     model = write_tiny_model(tmp_path)
 

@@ -182,7 +182,7 @@ def _refuse_labels(model: ModelDirectory, head: str) -> None:
     advice = "One number is needed. Give a sequence classifier with one label (num_labels = 1)"
     if model.is_classifier and model.num_labels != 1:
         raise model.refusal(f"has {model.num_labels} labels in its config.json ({model.architecture}). {advice}")
-    if other := [name for name in found if name in SCORE_HEADS and model.tensors[name].shape[0] != 1]:
+    if other := [name for name in found if name in SCORE_HEADS and model.tensors[name].shape[:1] != (1,)]:
         raise model.refusal(f"holds {show(other[0])} of shape {model.tensors[other[0]].shape}. {advice}")
     if head == "value" and (other := [name for name in found if name not in SCORE_HEADS]):
         raise model.refusal(
