@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_engine.model_directory._headers import StoredTensor, read_header
 from hf_engine.model_directory._paths import find_model, label_of
+from hf_engine.model_directory._weight_files import has_weights
 from hf_protocols.errors import ModelError
 from hf_protocols.outer_files import read_json_object
 from hf_protocols.validation import show
@@ -50,6 +52,17 @@ class AdapterDirectory:
         """The directory of `tokenizer_files`."""
         return self.path if _tokenizer_files(self.path) else self.base
 
+    def read_tensors(self) -> dict[str, StoredTensor]:
+        """Headers of the adapter's own tensors by name.
+
+        Raises:
+            ModelError: as `read_header`.
+        """
+        try:
+            return read_header(self.path / _WEIGHTS)
+        except ModelError as error:
+            raise ModelError(f"{self.label}: {error}") from None
+
 
 def find_base(model: str | Path, *, label: str | None = None) -> str | Path:
     """The base's directory of an adapter; any other directory or name as it is.
@@ -65,10 +78,13 @@ def find_base(model: str | Path, *, label: str | None = None) -> str | Path:
 
 
 def is_adapter(model: str | Path) -> bool:
-    """True for a directory with an adapter in peft's format and without a whole model."""
+    """True for a directory with an adapter in peft's format and without a whole model's weights.
+
+    Some trainers save the base's `config.json` with it.
+    """
     try:
         path = Path(model).expanduser()
-        return (path / _CONFIG).is_file() and not (path / "config.json").is_file()
+        return (path / _CONFIG).is_file() and not has_weights(path)
     except (OSError, RuntimeError, ValueError):  # of no path, which `find_model` says better
         return False
 

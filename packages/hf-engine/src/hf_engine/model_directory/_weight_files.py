@@ -90,6 +90,11 @@ def refuse_other_kinds(directory: Path) -> None:
     Raises:
         ModelError: with the directory to give instead, where there is one.
     """
+    if (directory / "adapter_config.json").exists() and has_weights(directory):
+        raise ModelError(
+            "holds an adapter (adapter_config.json) next to a whole model's weights, and transformers would load the "
+            "adapter's base instead of these. Move one of the two to a directory of its own"
+        )
     if (directory / "adapter_config.json").exists():
         raise ModelError(
             "holds an adapter (adapter_config.json), such as LoRA's, not a whole model. Merge it into its base with "

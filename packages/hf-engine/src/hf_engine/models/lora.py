@@ -246,24 +246,28 @@ def write_merged(adapter: AdapterDirectory, directory: Path) -> None:
     PEFT.check()
     from peft import PeftModel
 
+    stored = {name for name in adapter.read_tensors() if any(f".{factor}." in name for factor in FACTORS)}
     loaded = load_classifier(adapter.base, torch.float32) if adapter.is_classifier else None
     if loaded is None:
         loaded = load_causal_lm(adapter.base, torch.float32).model
-    with errors_of("peft", f"{adapter.label}: cannot be merged into its base {show(str(adapter.base))}"):
+    failure = f"{adapter.label}: cannot be merged into its base {show(str(adapter.base))}"
+    with errors_of("peft", failure):
         merged: Any = PeftModel.from_pretrained(loaded, str(adapter.path))
-        stored = _read_names(adapter.path)
-        if lost := sorted(stored - {_plain(name) for name, _ in merged.named_parameters()}):
-            raise ValueError(f"{lost[0]} ({len(lost)} such) has no place in the base")
+        # peft leaves factors without a place out, and draws those that the file lacks.
+        placed = {_without_adapter(name) for name, _ in merged.named_parameters() if _is_factor(name)}
+        if lost := sorted(stored - placed):
+            raise BackendError(
+                f"{failure}, which has no place for {lost[0]} ({len(lost)} such). Correct base_model_name_or_path in "
+                "its adapter_config.json"
+            )
+        if lacking := sorted(placed - stored):
+            raise BackendError(
+                f"{failure}: its adapter_config.json describes {lacking[0]} ({len(lacking)} such), which its file "
+                "lacks. Give the whole directory that peft saved"
+            )
         merged = merged.merge_and_unload()
     weights = dict(merged.named_parameters())
     save_causal_lm(merged, weights, directory, head=find_head_name(merged))
-
-
-def _read_names(path: Path) -> set[str]:
-    from safetensors import safe_open
-
-    with safe_open(path / "adapter_model.safetensors", framework="pt") as file:
-        return {name for name in file.keys() if any(f".{factor}." in name for factor in FACTORS)}  # noqa: SIM118
 
 
 def _describe(lora: LoraConfig, targets: Sequence[str]) -> Any:
@@ -301,7 +305,11 @@ def _is_factor(name: str) -> bool:
 
 
 def _plain(name: str) -> str:
-    name = name.replace(".base_layer.", ".")
+    return _without_adapter(name.replace(".base_layer.", "."))
+
+
+def _without_adapter(name: str) -> str:
+    """The name that peft writes to files."""
     for factor in FACTORS:
         name = name.replace(f".{factor}.{_ADAPTER}.", f".{factor}.")
     return name
