@@ -49,6 +49,28 @@ def read_base(adapter):
     return json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)  # fmt: skip
+def test_adapters_of_a_tied_head_are_merged_for_one_use(tmp_path, options):
+    """Embedding and head share their memory in the base: an adapter of one must not change the other."""
+    base = write_tiny_model(tmp_path / "base", tie_embeddings=True)
+    compare_with_peft(write_adapter_of(base, tmp_path / "adapter", **options), tmp_path / "merged")
+
+
+def test_merged_models_without_adapted_head_stay_tied(tmp_path):
+    base = write_tiny_model(tmp_path / "base", tie_embeddings=True)
+    merge_adapter(write_adapter_of(base, tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "merged")
+    assert "lm_head.weight" not in load_file(tmp_path / "merged" / "model.safetensors")
+
+
 def test_adapters_of_stacked_experts_are_merged(tmp_path):
     base = write_tiny_model(tmp_path / "base", family="mixtral")
     experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]

@@ -265,9 +265,21 @@ def write_merged(adapter: AdapterDirectory, directory: Path) -> None:
                 f"{failure}: its adapter_config.json describes {lacking[0]} ({len(lacking)} such), which its file "
                 "lacks. Give the whole directory that peft saved"
             )
+        _untie_adapted_head(merged.get_base_model())
         merged = merged.merge_and_unload()
     weights = dict(merged.named_parameters())
     save_causal_lm(merged, weights, directory, head=find_head_name(merged))
+
+
+def _untie_adapted_head(model: Any) -> None:
+    """Gives the head memory of its own if it is the embedding and one of the two has an adapter, for that one alone."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not {id(embedding), id(head)} & {id(layer) for layer in _layers(model)}:
+        return
+    own, source = (getattr(layer, "base_layer", layer) for layer in (head, embedding))
+    if own is not None and own.weight is source.weight:
+        own.weight = torch.nn.Parameter(own.weight.detach().clone())
+        model.config.tie_word_embeddings = False
 
 
 def _describe(lora: LoraConfig, targets: Sequence[str]) -> Any:
