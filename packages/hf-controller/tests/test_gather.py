@@ -100,6 +100,26 @@ def test_any_rows_of_any_split_are_the_rows_of_the_whole(case, data):
     assert_equal(read(Leaf(split(whole, parts)), wanted), whole, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.complex128])
+@pytest.mark.parametrize("parts", [[range(30)], [range(20), range(20, 30)]], ids=["one shard", "two shards"])
+def test_scattered_rows_of_any_type_are_copied(dtype, parts):
+    """Torch has no kernel that copies rows of some types by index."""
+    in_bytes = (torch.arange(30 * dtype.itemsize) % 251).to(torch.uint8).view(30, -1)
+    values = in_bytes.view(dtype).flatten()
+    whole = {"flat": values, "pairs": torch.stack([values, values], 1)}
+    shards = []
+    for part in parts:
+        columns = {name: column[part.start : part.stop] for name, column in whole.items()}
+        one_token_each = torch.nested.nested_tensor_from_jagged(columns["flat"], torch.arange(len(part) + 1))
+        shards.append(encode_batch(TensorDict({**columns, "tokens": one_token_each}, batch_size=[len(part)]), STORE))
+    wanted = [*range(29, -1, -2), *range(0, 30, 2)]
+    got = read(Leaf(Source(shards)), wanted)
+    expected = in_bytes.numpy()[wanted].tolist()
+    for column in (got["flat"], got["pairs"][:, 0], got["pairs"][:, 1], got["tokens"].values()):
+        assert column.dtype == dtype
+        assert column.contiguous().view(torch.uint8).view(30, -1).tolist() == expected
+
+
 def test_neighbouring_rows_of_one_shard_are_not_copied():
     whole = batch([2, 3, 1, 4])
     source = split(whole, [[0, 1, 2], [3]])

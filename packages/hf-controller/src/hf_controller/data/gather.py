@@ -31,6 +31,8 @@ __all__ = ["Assembly", "BatchReader", "CachedShard", "ColumnRead", "ColumnRuns",
 
 # Up to this many runs of neighbouring rows are copied run by run; beyond it, by index.
 _MAX_RUNS = 16
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of torch by their bytes."""
 
 
 class BatchReader:
@@ -471,11 +473,20 @@ def _join(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
 def _scatter(arrays: Sequence[torch.Tensor], moves: Sequence[_Moves]) -> torch.Tensor:
     total = sum(len(each.target) for each in moves)
     result = allocate_rows(total, arrays[moves[0].array])
+    bits = _as_bits(result)
     if len(moves) == 1:  # its places follow one another
-        return torch.index_select(arrays[moves[0].array], 0, torch.from_numpy(moves[0].source), out=result)
+        torch.index_select(_as_bits(arrays[moves[0].array]), 0, torch.from_numpy(moves[0].source), out=bits)
+        return result
     for array, source, target in moves:
-        result.index_copy_(0, torch.from_numpy(target), arrays[array].index_select(0, torch.from_numpy(source)))
+        rows = _as_bits(arrays[array]).index_select(0, torch.from_numpy(source))
+        bits.index_copy_(0, torch.from_numpy(target), rows)
     return result
+
+
+def _as_bits(values: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of equal width: torch copies no float8 and no wide unsigned rows by index."""
+    integers = _INTEGERS.get(values.element_size())
+    return values if integers is None else values.view(integers)
 
 
 class ColumnRuns:
