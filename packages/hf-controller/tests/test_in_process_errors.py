@@ -175,6 +175,25 @@ def test_ctrl_c_in_a_method_interrupts_the_program():
             group.interrupt()
 
 
+class Scribbling(Worker):
+    needs_process_group = False
+
+    @register(protocol=DP)
+    def scribble(self, batch, error):
+        batch["x"].add_(1)
+        raise error
+
+
+def test_an_error_after_a_write_in_place_stays_the_error():
+    with InProcessExecutor() as executor:
+        group = build(executor, Scribbling)
+        with pytest.raises(RemoteCallError, match=r"^model\.scribble on rank 0 failed: KeyError: 'mine'") as failed:
+            group.scribble(batch(), KeyError("mine")).result()
+        assert "\nmodel.scribble wrote in place into x, a view of memory" in failed.value.remote_traceback
+        with pytest.raises(KeyboardInterrupt):
+            group.scribble(batch(), KeyboardInterrupt())
+
+
 def test_a_constructor_that_exits_is_one_remote_call_error():
     with InProcessExecutor() as executor:
         spec = WorkerSpec(worker=Ending, topology=ONE, kwargs={"ends": True})

@@ -195,11 +195,15 @@ class RankRuntime:
         self._enter(call, "computing")
         try:
             returned = method(*inputs.args, **inputs.kwargs)
-            progress.has_returned = True
+        except BaseException as error:  # which stays the one that is raised: it may be Ctrl-C
+            if damage := _describe_damage(call, inputs.reader):
+                error.add_note(damage)
+            raise
         finally:
             progress.computed_s = time.time()
-            if inputs.reader is not None:
-                _check_unwritten(call, inputs.reader)
+        progress.has_returned = True
+        if damage := _describe_damage(call, inputs.reader):
+            raise BatchError(damage)
         if not self._is_collected(call, share):
             return None
         self._enter(call, "storing its result")
@@ -306,13 +310,15 @@ def _weigh_nothing() -> None:
     return None
 
 
-def _check_unwritten(call: Call, reader: BatchReader) -> None:
-    written = reader.written_columns()
-    if written:
-        raise BatchError(
-            f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers "
-            "share, so the batch is damaged for everybody. Clone the column before writing, and make the batch again"
-        )
+def _describe_damage(call: Call, reader: BatchReader | None) -> str:
+    """Describes what the method wrote into shared memory; empty if nothing."""
+    written = reader.written_columns() if reader is not None else []
+    if not written:
+        return ""
+    return (
+        f"{call.role}.{call.method} wrote in place into {', '.join(written)}, a view of memory that all readers share, "
+        "so the batch is damaged for everybody. Clone the column before writing, and make the batch again"
+    )
 
 
 def _before_choice(expression: Expression, columns: CallColumns) -> Expression:
