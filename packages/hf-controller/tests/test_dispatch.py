@@ -65,6 +65,34 @@ def test_a_protocol_that_forgets_ranks_is_refused():
         check_rows(stored, spec_of(forgetful), Topology(ParallelSpec(dp_size=2)), lambda worker, batch: batch)
 
 
+class Repeating(Worker):
+    needs_process_group = False
+
+    @register(
+        protocol=TransferProtocol(
+            name="TO_LAST",
+            distribute=lambda topology, num_rows, weights=None: [
+                *[RowSelection()] * (topology.world_size - 1),
+                RowSelection.range(0, num_rows),
+            ],
+            collect=lambda topology: Collection(ranks=tuple(range(topology.world_size))),
+        ),
+        rows="times",
+    )
+    def sample(self, batch, times):
+        return TensorDict({"x": batch["x"].repeat_interleave(times)}, batch_size=[len(batch) * times])
+
+
+@pytest.mark.parametrize(("values", "times"), [([4, 7], 3), ([4, 7], 0), ([], 3)])
+def test_several_rows_of_none_are_none(values, times):
+    spec = WorkerSpec(worker=Repeating, topology=Topology(ParallelSpec(dp_size=2)))
+    with InProcessExecutor() as executor:
+        sampler = executor.build_groups(ResourcePool([2], device="cpu"), {"sampler": spec})["sampler"]
+        batch = TensorDict({"x": torch.tensor(values, dtype=torch.int64)}, batch_size=[len(values)])
+        made = sampler.sample(sampler.sample(batch, times), 1)
+        assert made.result()["x"].tolist() == [value for value in values for _ in range(times)]
+
+
 def test_one_call_serves_all_ranks_unless_each_has_its_own_item():
     with InProcessExecutor() as executor:
         batch = TensorDict({"x": torch.zeros(2)}, batch_size=[2])

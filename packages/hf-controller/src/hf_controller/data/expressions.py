@@ -343,9 +343,9 @@ class ShardTable:
 def _compute_held(shards: Sequence[Shard], maker: str) -> dict[int, RowSelection]:
     """Rows follow the input's order where the method says so, else the order of the shards."""
     selections = [shard.selection for shard in shards if shard.selection is not None]
-    num_inputs = sum(map(len, selections))
-    if len(selections) == len(shards) and num_inputs:
-        times = sum(shard.num_rows for shard in shards) // num_inputs
+    num_inputs, num_rows = sum(map(len, selections)), sum(shard.num_rows for shard in shards)
+    if len(selections) == len(shards) and num_inputs and num_rows:
+        times = num_rows // num_inputs
         if any(shard.num_rows != len(rows) * times for shard, rows in zip(shards, selections, strict=True)):
             counts = ", ".join(f"{len(rows)} -> {s.num_rows}" for s, rows in zip(shards, selections, strict=True))
             raise BatchError(

@@ -164,7 +164,7 @@ def _check_rows(num_rows: int, num_inputs: int, spec: MethodSpec, what: str) -> 
             f"{what} is registered with rows='same', got {num_inputs} rows and returned {num_rows}. "
             "Return one row for each, or register it with rows='times' or rows='unknown'"
         )
-    if spec.rows == "times" and (num_inputs == 0 or num_rows % num_inputs):
+    if spec.rows == "times" and (num_rows % num_inputs if num_inputs else num_rows):
         raise BatchError(
             f"{what} is registered with rows='times', got {num_inputs} rows and returned {num_rows}, which is not a "
             "multiple. Return equally many rows for each, or register it with rows='unknown'"

@@ -134,6 +134,8 @@ def check_rows_times_keeps_the_prompt_major_order(stage: StageWorker) -> None:
     result = stage.two.sample(build_batch(5), n=3).result()
     require(result["row"].tolist(), [row for row in range(5) for _ in range(3)], "row")
     require(result["sample"].tolist(), [0, 1, 2] * 5, "sample")
+    none = stage.two.sample(build_batch(5), n=0)
+    require((none.num_rows, none.result()["row"].tolist()), (0, []), "no row of each")
 
 
 def check_token_balance_does_not_reorder_rows(stage: StageWorker) -> None:
