@@ -1,19 +1,28 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
 from hf_controller import RemoteCallError
-from hf_controller.failures import Failure
+from hf_controller.failures import Failure, LostClusterError
 from hf_protocols import ReshardError, RewardError, WorkerError
 
 
-class PickyError(RewardError):
-    """Cannot be made again from its message."""
+class DoubledError(RewardError):
+    """Makes its message from its arguments."""
 
-    def __init__(self, first: int, second: int) -> None:
-        super().__init__(f"{first} and {second}")
+    def __init__(self, row: object) -> None:
+        super().__init__(f"row {row} is wrong")
+
+
+class LockedError(RewardError):
+    """Holds what cannot be pickled."""
+
+    def __init__(self) -> None:
+        super().__init__("the door is locked")
+        self.lock = threading.Lock()
 
 
 def failure_of(error: Exception) -> Failure:
@@ -36,7 +45,22 @@ def test_our_own_errors_come_back_as_themselves():
     assert "in work" in note
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), PickyError(1, 2)])
+def test_an_error_that_makes_its_message_keeps_it():
+    error = failure_of(DoubledError(3)).to_error()
+    assert type(error) is DoubledError
+    assert str(error) == "row 3 is wrong"
+
+
+def test_errors_of_the_controller_reach_other_processes():
+    """A pool of processes that cannot unpickle a result breaks, and its program learns nothing of the error."""
+    failed = failure_of(KeyError("x")).to_error()
+    lost = LostClusterError("the cluster is gone", is_local=True)
+    for error in (failed, lost):
+        found = pickle.loads(pickle.dumps(error))
+        assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+@pytest.mark.parametrize("error", [KeyError("x"), LockedError()])
 def test_others_become_one_error_that_names_everything(error):
     answer = failure_of(error).to_error()
     assert isinstance(answer, RemoteCallError)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 
 import pytest
@@ -33,6 +35,25 @@ def test_every_error_is_ours(name: str) -> None:
 
 def _drawn_line(name: str) -> str:
     return next(line for line in errors.__doc__.splitlines() if re.search(rf"\b{name}\b", line))
+
+
+class RowError(errors.RewardError):
+    def __init__(self, row: int, *, column: str) -> None:
+        super().__init__(f"row {row} is wrong in {column}")
+        self.row = row
+
+
+def test_an_error_is_copied_without_its_constructor() -> None:
+    """Python calls the constructor with the message alone, which is wrong for one that makes the message."""
+    error = RowError(3, column="x")
+    error.add_note("a note")
+    for found in (
+        copy.copy(error),
+        copy.deepcopy(error),
+        *(pickle.loads(pickle.dumps(error, each)) for each in (0, 5)),
+    ):
+        assert type(found) is RowError
+        assert (str(found), found.row, found.__notes__) == ("row 3 is wrong in x", 3, ["a note"])
 
 
 def test_a_notebook_shows_one_line() -> None:

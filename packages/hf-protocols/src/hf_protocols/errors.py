@@ -25,6 +25,9 @@ A message states the given value, the rule that it breaks and what to do.
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 __all__ = [
     "BackendError",
     "BackendUnavailableError",
@@ -51,6 +54,10 @@ class HybridFlowError(Exception):
 
     A notebook shows its message and notes without a traceback; `traceback.print_exception(error)` prints one.
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles without the constructor, whose arguments may be others than the message."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def _render_traceback_(self) -> list[str]:
         """Returns what IPython shows of an error that ends a cell."""
