@@ -21,6 +21,7 @@ from hf_protocols import (
     ONE_TO_ALL,
     RANK_ZERO,
     THREE_D,
+    THREE_D_ALL_MICRO_DP,
     BatchError,
     Collection,
     ParallelSpec,
@@ -28,6 +29,7 @@ from hf_protocols import (
     ProtocolError,
     RowSelection,
     Topology,
+    TopologyError,
     TransferProtocol,
     register,
 )
@@ -129,6 +131,29 @@ def test_a_method_must_not_hide_a_name_of_the_worker(name):
     message = f"^Clash registers {name}, which every Worker has itself. Rename the method$"
     with pytest.raises(ProtocolError, match=message):
         WorkerGroup("clash", spec, ResourcePool([1], device="cpu"), lambda *_: None)
+
+
+class Generating(Worker):
+    needs_process_group = False
+    calls = 0
+
+    @register(protocol=THREE_D_ALL_MICRO_DP, rows="unknown")
+    def generate(self):
+        self.calls += 1
+        return TensorDict({"x": torch.zeros(1)}, batch_size=[1])
+
+    @register(protocol=RANK_ZERO, returns="object")
+    def count_calls(self):
+        return self.calls
+
+
+def test_a_missing_layout_is_refused_before_any_rank_runs():
+    spec = WorkerSpec(worker=Generating, topology=Topology(ParallelSpec()))
+    with InProcessExecutor() as executor:
+        group = executor.build_groups(ResourcePool([1], device="cpu"), {"critic": spec})["critic"]
+        with pytest.raises(TopologyError, match=r"^critic\.generate: this topology has no generation layout. Build"):
+            group.generate()
+        assert group.count_calls().result() == 0
 
 
 class Asker(Worker):

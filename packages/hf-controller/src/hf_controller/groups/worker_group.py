@@ -43,6 +43,7 @@ from hf_protocols import (
     PoolError,
     ProtocolError,
     Topology,
+    TopologyError,
     TransferProtocol,
     registered_methods,
 )
@@ -180,7 +181,10 @@ class Dispatcher(ABC):
         )
         ranks = group.called_ranks.get(method)
         if ranks is None:
-            ranks = group.called_ranks[method] = compute_called_ranks(spec.protocol, group.topology)
+            try:
+                ranks = group.called_ranks[method] = compute_called_ranks(spec.protocol, group.topology)
+            except (ProtocolError, TopologyError) as error:
+                raise type(error)(f"{group.role}.{method}: {error}") from error
         for value in (*args, *kwargs.values()):
             for item in value.items if isinstance(value, PerRank) else [value]:
                 refuse_foreign(item, self._store, f"{group.role}.{method}")
@@ -248,8 +252,14 @@ class _CallPart:
 
 
 def compute_called_ranks(protocol: TransferProtocol, topology: Topology) -> tuple[int, ...]:
-    """The ranks that take part in a call with any number of rows, which is often unknown when the call is made."""
-    return tuple(range(topology.world_size)) if protocol.called == "all" else protocol.collect(topology).ranks
+    """The ranks that take part in a call with any number of rows, which is often unknown when the call is made.
+
+    Raises:
+        TopologyError: for results that the topology does not have, such as those of generation replicas.
+        ProtocolError: for a wrong collection of a user's own protocol.
+    """
+    collected = protocol.collect(topology).ranks  # an error comes before any rank runs
+    return tuple(range(topology.world_size)) if protocol.called == "all" else collected
 
 
 def build_calls(
