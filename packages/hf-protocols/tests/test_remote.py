@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
@@ -122,6 +123,38 @@ def test_only_a_method_is_registered() -> None:
     for value in (property(lambda self: 1), staticmethod(lambda batch: 1), classmethod(lambda kind: 1), 5, int):
         with pytest.raises(ProtocolError, match="@register marks a method, got"):
             register(protocol=RANK_ZERO)(value)
+
+
+def test_a_method_that_returns_no_result_is_refused() -> None:
+    mark = register(protocol=RANK_ZERO, returns="object")
+
+    async def later(self: object) -> int:
+        return 1
+
+    async def several_later(self: object) -> AsyncIterator[int]:
+        yield 1
+
+    def several(self: object) -> Iterator[int]:
+        yield 1
+
+    for method, message in (
+        (later, r"^@register marks later, which is async. Use `def`, with asyncio.run"),
+        (several_later, r"^@register marks several_later, which is async. Use `def`"),
+        (several, r"^@register marks several, which yields its results. Return all of them at once$"),
+    ):
+        with pytest.raises(ProtocolError, match=message):
+            mark(method)
+
+
+@pytest.mark.parametrize("kind", [staticmethod, classmethod])
+def test_a_method_without_the_worker_is_refused(kind: type) -> None:
+    def score(batch: object) -> object:
+        return batch
+
+    worker = type("Scorer", (Base,), {"score": kind(register(protocol=DP)(score))})
+    message = rf"^Scorer\.score is a {kind.__name__}. Register a method, `def score\(self, ...\)`$"
+    with pytest.raises(ProtocolError, match=message):
+        registered_methods(worker)
 
 
 def test_what_a_method_writes_may_come_from_an_argument() -> None:

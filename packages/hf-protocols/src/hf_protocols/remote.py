@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from inspect import Parameter, signature
+from inspect import Parameter, getattr_static, isasyncgenfunction, iscoroutinefunction, isgeneratorfunction, signature
 from typing import Any, Final, Literal, TypeVar, get_args
 
 from hf_protocols.dataflow import CallKind
@@ -89,8 +89,8 @@ def register(
             or a `"function"` without one.
 
     Raises:
-        ProtocolError: for a value of another kind, or `writes=FROM_ARGUMENT` on a method without
-            a batch as result or without arguments.
+        ProtocolError: for a value of another kind, for a generator or an `async def`, or `writes=FROM_ARGUMENT` on a
+            method without a batch as result or without arguments.
     """
     if not isinstance(protocol, TransferProtocol):
         raise ProtocolError(f"protocol={show(protocol)} is not a TransferProtocol. Use one of hf_protocols or your own")
@@ -115,8 +115,12 @@ def register(
         # A staticmethod would keep the mark to itself; the class shows the function inside.
         if not callable(given) or isinstance(given, type | staticmethod):
             raise ProtocolError(f"@register marks a method, got {show(given)}. Put it right above a `def`")
+        name = getattr(method, "__name__", show(method))
+        if isgeneratorfunction(method):
+            raise ProtocolError(f"@register marks {name}, which yields its results. Return all of them at once")
+        if iscoroutinefunction(method) or isasyncgenfunction(method):
+            raise ProtocolError(f"@register marks {name}, which is async. Use `def`, with asyncio.run(...) inside")
         if spec.writes is FROM_ARGUMENT and not _takes_arguments(method):
-            name = getattr(method, "__name__", show(method))
             raise ProtocolError(
                 f"writes=FROM_ARGUMENT: {name} takes no argument that could declare columns. Add a parameter, or name "
                 "the columns in writes"
@@ -149,6 +153,16 @@ def method_spec(method: Callable[..., Any]) -> MethodSpec | None:
 
 
 def registered_methods(worker: type) -> dict[str, MethodSpec]:
-    """The registered methods of a class by name, inherited ones included."""
+    """The registered methods of a class by name, inherited ones included.
+
+    Raises:
+        ProtocolError: for a registered function that is a staticmethod or a classmethod.
+    """
     found = {name: method_spec(getattr(worker, name)) for name in dir(worker)}
+    for name in found:
+        kind = type(getattr_static(worker, name))
+        if found[name] is not None and kind in (staticmethod, classmethod):
+            raise ProtocolError(
+                f"{worker.__name__}.{name} is a {kind.__name__}. Register a method, `def {name}(self, ...)`"
+            )
     return {name: spec for name, spec in found.items() if spec is not None}
