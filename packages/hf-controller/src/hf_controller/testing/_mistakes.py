@@ -12,7 +12,7 @@ from hf_controller.data.futures import BatchFuture
 from hf_controller.failures import RemoteCallError
 from hf_controller.testing._expectations import build_batch, require, require_batch, require_raises
 from hf_controller.testing._workers import StageWorker
-from hf_protocols import BatchError, ProtocolError, RewardError
+from hf_protocols import BatchError, ProtocolError, RewardError, WorkerError
 
 __all__ = [
     "check_exceptions_come_back_as_they_are",
@@ -174,10 +174,13 @@ def check_exceptions_without_a_text_are_errors(stage: StageWorker) -> None:
 
 
 def check_what_cannot_travel_is_refused(stage: StageWorker) -> None:
-    error = require_raises(RemoteCallError, stage.two.make_unpicklable().result)
+    made = stage.two.make_unpicklable()
+    error = require_raises(RemoteCallError, made.result)
     require(
         str(error).startswith("two.make_unpicklable on rank 0 failed: ") and "pickle" in str(error), True, str(error)
     )
+    error = require_raises(WorkerError, stage.solo.answer(made).result)
+    require("cannot pickle '_thread.lock' object" in str(error), True, str(error))
 
 
 def check_failed_inputs_are_the_first_failure(stage: StageWorker) -> None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from hf_controller.executors.ray.actor_ref import find_maker, own_origin
 from hf_controller.executors.ray.handles import Fetched, LocalBatchHandle, Sealed, SplitBatchHandle, ValueHandle, attach
@@ -112,9 +112,7 @@ class RayStore:
                 f"{len(asked)} objects of earlier calls were not there after {timeout_s:g} s: {why}"
             ) from error
         except RayError as error:
-            raise LostResultError(
-                f"an earlier call's result is lost: {_first_line(error)}", find_maker(error)
-            ) from error
+            raise LostResultError(f"an earlier call's result {_describe_loss(error)}", find_maker(error)) from error
         return [each.arrays if isinstance(each, Fetched) else next(found) for each in references]
 
     def wait(self, handles: Sequence[Any], timeout_s: float) -> None:
@@ -203,6 +201,10 @@ def _open(handle: Any, value: Any) -> Any:
     return attach(value) if isinstance(handle, LocalBatchHandle) else value
 
 
-def _first_line(error: RayError) -> str:
+def _describe_loss(error: RayError) -> str:
+    """Describes why an object is not there: the first line of Ray's error, or the reason why it was never packed."""
+    cause = getattr(error, "cause", None) if isinstance(error, RayTaskError) else None
+    if cause is not None and not isinstance(cause, RayError):
+        return f"cannot travel to another process ({type(cause).__name__}: {cause})"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return f"is lost: {lines[0] if lines else type(error).__name__}"
