@@ -435,6 +435,8 @@ def test_released_groups_refuse_calls():
             group.m()
     with pytest.raises(PoolError, match="closed"):
         build(executor, Quiet)
+    with pytest.raises(PoolError, match="closed"):
+        rebuild(executor, [group.pool])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")

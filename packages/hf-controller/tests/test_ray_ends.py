@@ -266,7 +266,7 @@ from pathlib import Path
 import ray, torch
 from tensordict import TensorDict
 from hf_protocols import DP, ONE_TO_ALL, ParallelSpec, PoolError, Topology, WorkerError, register
-from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec
+from hf_controller import RayExecutor, ResourcePool, Worker, WorkerSpec, connect, rebuild
 
 class Doubler(Worker):
     needs_process_group = False
@@ -293,7 +293,8 @@ before = hooks()
 try:
     with RayExecutor(**json.loads(sys.argv[2])) as executor:
         spec = WorkerSpec(worker=Doubler, topology=Topology(ParallelSpec(dp_size=1)))
-        group = executor.build_groups(ResourcePool([1], device="cpu"), {"doubler": spec})["doubler"]
+        pool = ResourcePool([1], device="cpu")
+        group = executor.build_groups(pool, {"doubler": spec})["doubler"]
         seen, unseen = group.double(batch), group.double(batch)
         seen.wait()
         try:
@@ -307,7 +308,8 @@ except WorkerError as error:
     print(error)
 assert Path(sys.argv[1]).exists(), "the block did not wait for its last call"
 for use in (seen.result, unseen.result, unseen.wait, lambda: unseen.num_rows, lambda: executor.put(batch),
-            lambda: group.double(batch), lambda: group.double(seen)):
+            lambda: group.double(batch), lambda: group.double(seen), lambda: rebuild(executor, [pool]),
+            lambda: connect(group, group)):
     try:
         use()
     except PoolError as error:

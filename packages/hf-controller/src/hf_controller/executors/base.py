@@ -98,6 +98,7 @@ class Executor(Dispatcher):
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
         """`pool`, and those whose groups failed together with one of its groups: they are built again together."""
+        self._check_open()
         return [pool]
 
     @abstractmethod

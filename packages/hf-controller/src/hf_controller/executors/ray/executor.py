@@ -181,6 +181,7 @@ class RayExecutor(Executor):
 
         `start_timeout_s` bounds what is left of their construction, and then the joining.
         """
+        self._check_open()
         self._supervisor.look()
         actor_groups = [self._actor_group_of(group) for group in (first, second)]
         check_connection(first, second, actor_groups, name)
@@ -240,6 +241,7 @@ class RayExecutor(Executor):
 
     def failed_with(self, pool: ResourcePool) -> list[ResourcePool]:
         """Returns the pools whose groups failed together with one of `pool`; see `Executor.failed_with`."""
+        self._check_open()
         self._supervisor.look_for_deaths(self._actor_groups_on(pool))
         here = {id(each.failure) for each in self._actor_groups_on(pool) if each.failure is not None}
         together = [
