@@ -13,6 +13,7 @@ from tensordict import TensorDict
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from hf_controller import (
+    Deadline,
     InProcessExecutor,
     RayExecutor,
     RemoteCallError,
@@ -403,6 +404,7 @@ def test_other_than_a_pool_or_spec_is_refused_by_name():
         {"object_store_bytes": 1 << 60},
         {"address": None},
         {"call_timeout_s": float("inf")},
+        {"deadlines": 60.0},
     ],
 )
 def test_invalid_executor_settings_are_refused_before_ray_starts(settings, monkeypatch):
@@ -412,6 +414,21 @@ def test_invalid_executor_settings_are_refused_before_ray_starts(settings, monke
     ((name, value),) = settings.items()
     with pytest.raises(ConfigError, match=f"^{name}={value!r}"):
         RayExecutor(**settings)
+
+
+def test_a_deadline_is_refused_where_it_is_given(monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray, "init", None)
+    with pytest.raises(ConfigError, match=r"^deadlines\['train'\]=60.0. Use Deadline\(seconds, "):
+        RayExecutor(deadlines={"train": 60.0})
+    with InProcessExecutor() as executor:
+        for deadline, message in (
+            (60.0, r"^deadline=60.0. Use Deadline\(seconds, "),
+            (Deadline(-1.0, "deadlines.train_s"), r"^deadlines.train_s=-1.0 must be a finite number of seconds"),
+        ):
+            with pytest.raises(ConfigError, match=message), executor.deadline(deadline):
+                pass
 
 
 def test_a_cluster_that_runs_keeps_its_object_store():

@@ -13,7 +13,7 @@ from hf_controller.failures import Deadline
 from hf_controller.groups.resource_pool import ResourcePool
 from hf_controller.groups.worker import WorkerSpec
 from hf_controller.groups.worker_group import Dispatcher, WorkerGroup
-from hf_protocols import HybridFlowError, PoolError, ProtocolError, Topology
+from hf_protocols import ConfigError, HybridFlowError, PoolError, ProtocolError, Topology
 from hf_protocols.foreign_code import Caught
 from hf_protocols.validation import Checks, show
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from hf_controller.data.futures import BatchFuture
 
-__all__ = ["Executor", "check_pool", "check_specs", "close_after"]
+__all__ = ["Executor", "check_deadline", "check_pool", "check_specs", "close_after"]
 
+_check_config = Checks(ConfigError)
 _check_pool = Checks(PoolError)
 _check_protocol = Checks(ProtocolError)
 
@@ -89,7 +90,12 @@ class Executor(Dispatcher):
 
     @contextmanager
     def deadline(self, deadline: Deadline) -> Iterator[None]:
-        """Gives calls made inside the block this deadline, in place of their methods' own."""
+        """Gives calls made inside the block this deadline, in place of their methods' own.
+
+        Raises:
+            ConfigError: for another value than a Deadline, or another time than a finite number of seconds.
+        """
+        check_deadline("deadline", deadline)
         before, self._phase_deadline = self._phase_deadline, deadline
         try:
             yield
@@ -178,6 +184,17 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
         if error is None:
             raise
         error.add_note(f"the executor was not closed: {failure}")
+
+
+def check_deadline(name: str, deadline: object) -> None:
+    """Refuses what is not a deadline.
+
+    Raises:
+        ConfigError: saying what it is, or which key sets it.
+    """
+    _check_config.kind(name, deadline, Deadline, 'Deadline(seconds, "the name of what sets it")')
+    assert isinstance(deadline, Deadline)
+    _check_config.seconds(deadline.key, deadline.seconds)
 
 
 def check_pool(pool: object) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hf_controller.executors.base import Executor, check_pool, check_specs, close_after
+from hf_controller.executors.base import Executor, check_deadline, check_pool, check_specs, close_after
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.actor_group import (
     ActorGroup,
@@ -95,9 +95,10 @@ class RayExecutor(Executor):
         given |= {} if collective_timeout_s is None else {"collective": collective_timeout_s}
         for name, timeout_s in given.items():
             _check_config.seconds(f"{name}_timeout_s", timeout_s)
+        _check_config.kind("deadlines", deadlines, Mapping | None, "a mapping of names to Deadlines")
         self._deadlines = dict(deadlines or {})
-        for deadline in self._deadlines.values():
-            _check_config.seconds(deadline.key, deadline.seconds)
+        for name, deadline in self._deadlines.items():
+            check_deadline(f"deadlines[{show(name)}]", deadline)
         _check_config.kind("address", address, str, '"local", "auto" or the address of a cluster')
         if num_cpus is not None:
             _check_config.count("num_cpus", num_cpus)
