@@ -10,7 +10,7 @@ import pytest
 import ray
 
 from fragile_workers import Fragile, build
-from hf_controller import RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
+from hf_controller import InProcessExecutor, RemoteCallError, ResourcePool, Worker, WorkerSpec, rebuild
 from hf_controller.executors.ray import placement
 from hf_controller.executors.ray.placement import place
 from hf_protocols import (
@@ -103,6 +103,18 @@ def test_a_raising_constructor_is_reported_and_frees_the_pool(ray_executor):
         assert "unbuildable.__init__ on rank 0" in error.value.__notes__[0]
         with pytest.raises(PoolError, match="released"):
             group.never(1)
+
+
+@pytest.mark.parametrize("on_ray", [False, True])
+def test_a_missing_constructor_argument_starts_no_process(on_ray, request):
+    with InProcessExecutor() as in_process:
+        executor = request.getfixturevalue("ray_executor") if on_ray else in_process
+        pool = ResourcePool([10**6], device="cpu")  # which is larger than the cluster
+        spec = WorkerSpec(worker=Unbuildable, topology=Topology(ParallelSpec(dp_size=10**6)))
+        message = r"^scorer: the constructor of Unbuildable is missing a required argument: 'how'. Add .* WorkerSpec"
+        with pytest.raises(ProtocolError, match=message):
+            executor.build_groups(pool, {"scorer": spec})
+        assert executor.built_on(pool) == []
 
 
 @pytest.mark.slow

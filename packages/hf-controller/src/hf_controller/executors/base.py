@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from hf_controller.data.futures import BatchFuture
 
-__all__ = ["Executor", "check_deadline", "check_pool", "check_specs", "close_after"]
+__all__ = ["Executor", "check_constructors", "check_deadline", "check_pool", "check_specs", "close_after"]
 
 _check_config = Checks(ConfigError)
 _check_pool = Checks(PoolError)
@@ -184,6 +185,22 @@ def close_after(error: BaseException | None, close: Callable[[], None]) -> None:
         if error is None:
             raise
         error.add_note(f"the executor was not closed: {failure}")
+
+
+def check_constructors(specs: Mapping[str, WorkerSpec]) -> None:
+    """Refuses roles whose constructor needs more arguments than their specs have, before a process starts.
+
+    Raises:
+        ProtocolError: naming the role, the class and the first argument.
+    """
+    for role, spec in specs.items():
+        try:
+            inspect.signature(spec.worker).bind(None, **spec.kwargs)
+        except TypeError as error:
+            raise ProtocolError(
+                f"{role}: the constructor of {spec.worker.__name__} is {error}. Add the argument to "
+                "WorkerSpec(kwargs=...)"
+            ) from None
 
 
 def check_deadline(name: str, deadline: object) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hf_controller.data.transport import take_slices
-from hf_controller.executors.base import Executor, check_pool, check_specs
+from hf_controller.executors.base import Executor, check_constructors, check_pool, check_specs
 from hf_controller.executors.rank_copies import RandomStream, TorchModes, copy_object
 from hf_controller.executors.shared_process import DefaultGroup, taking_turns
 from hf_controller.failure_log import FailureLog
@@ -240,6 +240,7 @@ class InProcessExecutor(Executor):
         """
         self._check_open()
         check_specs(pool, specs, fused=fused)
+        check_constructors(specs)
         self._check_new(pool, specs)
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         self._check_device(pool)

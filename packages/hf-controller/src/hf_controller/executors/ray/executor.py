@@ -13,7 +13,14 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from hf_controller.executors.base import Executor, check_deadline, check_pool, check_specs, close_after
+from hf_controller.executors.base import (
+    Executor,
+    check_constructors,
+    check_deadline,
+    check_pool,
+    check_specs,
+    close_after,
+)
 from hf_controller.executors.ray.actor import Joining, Slicer
 from hf_controller.executors.ray.actor_group import (
     ActorGroup,
@@ -143,6 +150,7 @@ class RayExecutor(Executor):
         """Builds one group per role; see `Executor.build_groups`."""
         self._check_open()
         check_specs(pool, specs, fused=fused)
+        check_constructors(specs)
         self._check_new(pool, specs)
         groups = {role: WorkerGroup(role, spec, pool, self) for role, spec in specs.items()}
         packed = [pack_roles(roles) for roles in ([specs] if fused else [{role: specs[role]} for role in specs])]
