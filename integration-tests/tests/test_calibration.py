@@ -83,6 +83,24 @@ def test_a_folder_of_caches_that_is_none_has_no_file(monkeypatch: pytest.MonkeyP
         write_calibration(SMALL_IS_FASTER_ON_TWO, num_cores=CORES)
 
 
+def test_a_place_that_cannot_be_written_is_refused_first(
+    hybridflow: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(calibrate, "_measure", lambda *each: measured.append(each))
+    monkeypatch.setattr(calibrate, "ARRANGEMENTS", (1,))  # a host with one core is refused for that
+    find_calibration().mkdir(parents=True)
+    refused = hybridflow("doctor", "--calibrate")
+    assert refused.exit_code == 2
+    assert "calibration.json: cannot be written: Is a directory. Set XDG_CACHE_HOME to a folder" in refused.errors
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused = hybridflow("doctor", "--calibrate")
+    assert refused.exit_code == 2
+    assert "calibration.json: cannot be written: Not a directory. Set XDG_CACHE_HOME to a folder" in refused.errors
+    assert measured == []
+
+
 def homeless() -> Path:
     raise RuntimeError("Could not determine home directory.")
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from hf_algorithms.data import write_addition_data
-from hf_algorithms.preflight.calibration import ARRANGEMENTS, HostTiming, write_calibration
+from hf_algorithms.preflight.calibration import ARRANGEMENTS, HostTiming, check_writable, write_calibration
 from hf_engine.model_directory import read_model_directory
 from hf_protocols import BackendError, ConfigError, read_machine_limits
 
@@ -72,6 +72,7 @@ def calibrate_host(*, as_json: bool) -> None:
     num_cores = read_machine_limits().num_cpus
     if num_cores < max(ARRANGEMENTS):
         raise ConfigError(f"--calibrate: this host has {num_cores} core, and compares one rank with two on two or more")
+    check_writable()
     timings = []
     for sizes in _MODELS:
         for ranks in ARRANGEMENTS:

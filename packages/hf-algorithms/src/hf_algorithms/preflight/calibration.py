@@ -7,14 +7,24 @@ import math
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from errno import EISDIR
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from hf_algorithms.atomic_files import write_text
 from hf_protocols import ConfigError
 from hf_protocols.validation import show
 
-__all__ = ["ARRANGEMENTS", "HostTiming", "choose_ranks", "find_calibration", "read_calibration", "write_calibration"]
+__all__ = [
+    "ARRANGEMENTS",
+    "HostTiming",
+    "check_writable",
+    "choose_ranks",
+    "find_calibration",
+    "read_calibration",
+    "write_calibration",
+]
 
 ARRANGEMENTS = (1, 2)
 """Numbers of ranks that are compared; together they have all cores."""
@@ -51,6 +61,22 @@ def find_calibration() -> Path:
     return caches / "hybridflow" / "calibration.json"
 
 
+def check_writable() -> None:
+    """Refuses a place in which the file cannot be written, before minutes go into measuring.
+
+    Raises:
+        ConfigError: as `write_calibration` does.
+    """
+    path = find_calibration()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=path.parent).close()
+        if path.is_dir():
+            raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+    except OSError as error:
+        raise _describe_unwritable(path, error) from None
+
+
 def write_calibration(timings: Iterable[HostTiming], *, num_cores: int) -> Path:
     """Writes what was measured on a host with that many cores; returns the file.
 
@@ -62,7 +88,7 @@ def write_calibration(timings: Iterable[HostTiming], *, num_cores: int) -> Path:
     try:
         return write_text(path, f"{text}\n")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}). Set XDG_CACHE_HOME to a folder that can be") from None
+        raise _describe_unwritable(path, error) from None
 
 
 def read_calibration(*, num_cores: int) -> list[HostTiming]:
@@ -95,6 +121,11 @@ def choose_ranks(timings: Iterable[HostTiming], parameters: int) -> int | None:
 
     nearest = min(timings, key=by_distance, default=None)
     return None if nearest is None else nearest.ranks
+
+
+def _describe_unwritable(path: Path, error: OSError) -> ConfigError:
+    remedy = "Set XDG_CACHE_HOME to a folder that can be written"
+    return ConfigError(f"{path}: cannot be written: {error.strerror}. {remedy}")
 
 
 def _check(timing: HostTiming) -> HostTiming:
