@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from math import prod
@@ -46,11 +48,34 @@ def test_each_part_does_its_work_on_tiny_models() -> None:
     assert all(any(f" {name} " in line for line in lines) for name in TARGETS)
 
 
-def test_a_run_in_process_needs_no_ray() -> None:
+WITHOUT_RAY = """
+import sys
+from importlib import metadata
+
+there, absent = metadata.version, ("ray", "pyarrow")
+
+def version(name):
+    if name in absent:
+        raise metadata.PackageNotFoundError(name)
+    return there(name)
+
+metadata.version = version
+sys.modules.update(dict.fromkeys(absent))
+
+from hf_algorithms.cli import main
+main()
+"""
+"""The command where two libraries are not installed."""
+
+
+def test_a_run_in_process_needs_no_ray(small_config: Path, tmp_path: Path) -> None:
     """Nor pyarrow, which the bundle for a machine without network leaves out."""
-    program = "import sys; sys.modules.update(ray=None, pyarrow=None); import hf_algorithms.run.loop"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    command = [sys.executable, "-c", WITHOUT_RAY, "train", str(small_config)]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=paths)
+    assert ended.returncode == 0, ended.stderr
+    versions = json.loads((tmp_path / "run" / "summary.json").read_text())["versions"]
+    assert sorted(versions) == ["hf-algorithms", "tensordict", "torch", "transformers"]
 
 
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:

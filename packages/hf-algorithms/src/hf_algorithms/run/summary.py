@@ -6,8 +6,9 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,10 @@ class RunSummary:
         self._is_interrupted = False
         self._has_held = bool(find_held(attempt.config.model_dump()))
         self._body: dict[str, Any] = {"status": "running", **facts, "iterations": 0, "error": None, "resumed_from": []}
-        versions = {name: version(name) for name in _PACKAGES}
+        versions = {}
+        for name in _PACKAGES:
+            with suppress(PackageNotFoundError):  # a run in process needs no Ray
+                versions[name] = version(name)
         self._body |= {"restarts": self._restarts.total, "rollbacks": self._restarts.rollbacks, "versions": versions}
 
     def __enter__(self) -> RunSummary:
