@@ -83,7 +83,7 @@ def names_of_both(model):
     return ["lm_head.weight" in build(name, model).weight_layout().shapes for name in ("fsdp", "transformers")]
 
 
-RECURRENT = {
+UNFIT = {
     "mamba": ({"hidden_size": 16, "state_size": 4, "num_hidden_layers": 1}, "is a MambaForCausalLM, with recurrent"),
     "rwkv": ({"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 1}, "is a RwkvForCausalLM, with r"),
     "minimax": ({"hidden_size": 32, "num_hidden_layers": 2}, r"recurrent layers \(linear_attention\)"),
@@ -94,13 +94,16 @@ RECURRENT = {
         {"hidden_size": 24, "num_hidden_layers": 1, "is_decoder": True},
         "positions begin after the id of its p",
     ),
+    "llama": ({"is_causal": False}, "has is_causal=false .* see later ones"),
+    "gemma3_text": ({"use_bidirectional_attention": True}, "has use_bidirectional_attention=true .* see later ones"),
+    "gemma4_text": ({"use_bidirectional_attention": "all"}, 'has use_bidirectional_attention="all" .* see later ones'),
 }
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", UNFIT)
 def test_a_model_that_padding_would_change_is_one_line(tmp_path, family):
     """By its configuration alone: no weights are needed to say so."""
-    config, message = RECURRENT[family]
+    config, message = UNFIT[family]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 64, **config}))
     files = read_model_directory(tmp_path, needs_weights=False)
     for backend in (load_train_backend("fsdp"), load_rollout_backend("transformers")):

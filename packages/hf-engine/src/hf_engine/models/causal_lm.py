@@ -320,17 +320,28 @@ def _refuse_surplus(
         )
 
 
+def _find_bidirectional(config: Any) -> str | None:
+    """The key of a configuration by which tokens see later ones, with its value; None for causal attention."""
+    # In encoders only this key makes attention causal; other models have the key without using it.
+    if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
+        return "is_decoder=false"
+    found = getattr(config, "use_bidirectional_attention", None)
+    # Gemma 4 has "vision" for the tokens of images, which no row here holds.
+    if found in (True, "all"):
+        return f"use_bidirectional_attention={json.dumps(found)}"
+    return "is_causal=false" if getattr(config, "is_causal", True) is False else None
+
+
 def _refuse_unfit(files: ModelDirectory, model: Any, head: Head) -> None:
     """Refuses files that would be another model here than in transformers: other heads, windows or use of padding."""
     if head == "lm":
         _check_heads(files, model)
     _refuse_unused(files, model)
     config, name = model.config.get_text_config(), type(model).__name__
-    # In encoders only this key makes attention causal; other models have the key without using it.
-    if getattr(config, "is_decoder", True) is False and hasattr(config, "add_cross_attention"):
+    if (stated := _find_bidirectional(config)) is not None:
         raise files.refusal(
-            f"has is_decoder=false in its config.json: the tokens of such a {name} see later ones. Set it to true, "
-            "or choose a causal language model"
+            f"has {stated} in its config.json: the tokens of such a {name} see later ones. Choose a causal language "
+            "model, or change the key if this is one"
         )
     if keeps_state(model):
         kinds = sorted({*(getattr(config, "layer_types", None) or ())} - {*_ATTENTION})
