@@ -2,7 +2,7 @@
 # Packs `make bench-gpu` for a machine without network: benchmarks, the packages' wheels, and small libraries.
 #
 #   scripts/gpu_bundle.sh                          into dist/gpu_bundle, and dist/gpu_bundle.tar.gz
-#   PYTHON_VERSION=3.11 scripts/gpu_bundle.sh DIR  for another Python than 3.12
+#   PYTHON_VERSION=3.11 scripts/gpu_bundle.sh DIR  for another Python than 3.12; DIR is of this repository, or absolute
 #
 # On that machine: tar -xf gpu_bundle.tar.gz && bash gpu_bundle/run.sh [arguments of bench_gpu.py]
 # There torch is the machine's own, as are the libraries that it has; of the bundle's it takes what is missing. What
@@ -14,6 +14,10 @@ version=${PYTHON_VERSION:-3.12}
 bundle=${1:-dist/gpu_bundle}
 most_mib=60
 python=$PWD/.venv/bin/python
+if [ -e "$bundle" ] && [ ! -d "$bundle/wheels" ] && ! rmdir "$bundle" 2>/dev/null; then
+    echo "scripts/gpu_bundle.sh: $bundle is there, and is not a bundle. Choose another folder" >&2
+    exit 1
+fi
 [ -x "$python" ] || { echo "scripts/gpu_bundle.sh: there is no .venv: run \`make env\` first" >&2; exit 1; }
 rm -rf "$bundle" "$bundle.tar.gz"
 mkdir -p "$bundle/wheels" "$bundle/benchmarks"

@@ -78,6 +78,17 @@ def test_a_run_in_process_needs_no_ray(small_config: Path, tmp_path: Path) -> No
     assert sorted(versions) == ["hf-algorithms", "tensordict", "torch", "transformers"]
 
 
+def test_a_bundle_takes_the_place_of_nothing_else(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "thesis.tex").touch()
+    script = Path(bench_gpu.__file__).parents[1] / "scripts" / "gpu_bundle.sh"
+    ended = subprocess.run(["bash", script, own], capture_output=True, text=True, timeout=280, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert f"{own} is there, and is not a bundle" in ended.stderr
+    assert [each.name for each in own.iterdir()] == ["thesis.tex"]
+
+
 def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(Path(bench_gpu.__file__)), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
