@@ -223,7 +223,7 @@ def test_rows_with_columns_or_chats_travel_as_json(tmp_path):
     assert "row_extra" not in PromptDataset(rows[:1], tokenizer).prompts([0])
 
 
-def test_a_column_may_have_half_a_character(tokenizer, tmp_path):
+def test_a_column_may_have_an_unpaired_surrogate(tokenizer, tmp_path):
     path = tmp_path / "cut.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "title": "cut \ud83d"}))
     (text,) = decode_text(PromptDataset(open_rows([(str(path), None)]), tokenizer).prompts([0])["row_extra"])

@@ -115,7 +115,7 @@ def test_greedy_responses_are_those_of_transformers(model: Path, rows: Path) -> 
     assert not find_part("new/out.jsonl").exists()
 
 
-def test_a_column_with_half_a_character_is_written_again(model: Path, rows: Path) -> None:
+def test_a_column_with_an_unpaired_surrogate_is_written_again(model: Path, rows: Path) -> None:
     given = {"question": "1+1=", "title": "cut \ud83d", "name": "zw\u00f6lf"}
     rows.write_text(json.dumps(given) + "\n")
     generate(model, data=rows, output="out.jsonl", max_new_tokens=2)

@@ -66,7 +66,7 @@ def test_a_server_scores_groups_in_the_pool(url: str) -> None:
     assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
 
 
-def test_a_server_gets_half_a_character_as_its_escape(url: str) -> None:
+def test_a_server_gets_an_unpaired_surrogate_as_its_escape(url: str) -> None:
     scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/half")], num_processes=1)
     batch = Samples(prompts=["p"], responses=["a"], answers=["1"], columns=[{"title": "cut \ud83d"}])
     (scored,) = scoring.score(batch)

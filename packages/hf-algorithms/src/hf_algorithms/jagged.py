@@ -11,7 +11,7 @@ import torch
 __all__ = ["FlatRows", "decode_text", "encode_text", "list_rows", "pad_rows", "read_rows", "to_jagged", "unpad_rows"]
 
 _ERRORS = "surrogatepass"
-"""A column of the data may have half a character, such as a cut emoji; a reward function gets it as it is."""
+"""A column of the data may have an unpaired surrogate, such as a cut emoji; a reward function gets it as it is."""
 
 
 class FlatRows(NamedTuple):

@@ -441,7 +441,7 @@ def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
         columns.setdefault("answer", row.answer)
     columns["responses"] = [each.to_dict() for each in responses]
     line = json.dumps(columns, ensure_ascii=False, default=str)
-    # A column may have half a character, which only an escape can write.
+    # A column may have an unpaired surrogate, which only an escape can write.
     return line if _is_utf8(line) else json.dumps(columns, default=str)
 
 

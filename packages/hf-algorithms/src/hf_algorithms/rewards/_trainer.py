@@ -93,7 +93,7 @@ class CallLog:
 def as_json(value: Any) -> Any:
     """Returns a value as a file of samples holds it: texts, numbers and None as they are, others as texts.
 
-    Half a character, which no file holds, is written as its escape.
+    An unpaired surrogate, which no file holds, is written as its escape.
     """
     value = value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value
     is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
