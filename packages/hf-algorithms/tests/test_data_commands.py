@@ -64,6 +64,16 @@ def test_a_report_without_a_model_counts_characters(rows: str) -> None:
     assert (report["lengths"]["least"], report["lengths"]["most"], report["lengths"]["total"]) == (4, 6, 10)
 
 
+def test_a_report_is_json_that_every_reader_takes(tmp_path: Path) -> None:
+    """JSON has no NaN; Python reads it in files, and writes it, too."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1=", "answer": "2", "level": NaN, "more": [Infinity, 1.5]}')
+    constants: list[str] = []
+    report = json.loads(run("check", str(path), "--json"), parse_constant=constants.append)
+    assert constants == []
+    assert report["first"]["columns"] == {"level": "NaN", "more": ["Infinity", 1.5]}
+
+
 def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_path: Path) -> None:
     tokenizer = build_character_tokenizer("0123456789+=", tmp_path / "tokenizer")
     words = ("check", rows, "--model", str(tmp_path / "tokenizer"), "--max-prompt-tokens", "5", "--too-long", "drop")

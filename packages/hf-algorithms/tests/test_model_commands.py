@@ -26,7 +26,7 @@ from hf_algorithms.evaluation.model_evaluation import evaluate
 from hf_algorithms.models.exporting import export
 from hf_algorithms.run_directory import RunDirectory
 from hf_engine.testing import write_tiny_model
-from hf_protocols import ConfigError, DataError, HybridFlowError, RewardError
+from hf_protocols import ConfigError, DataError, HybridFlowError, ModelError, RewardError
 
 CONTEXT, LIMIT = 48, 6
 RECIPE = """
@@ -297,6 +297,9 @@ def test_a_damaged_adapter_is_read_after_data_and_metrics(model: Path, rows: Pat
         evaluate("adapter", data={"mine": rows}, metrics=["exact_mach"])
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
         generate("adapter", data="absent.jsonl", output="out.jsonl")
+    with pytest.raises(ModelError, match=r"'adapter': adapter_model\.safetensors cannot be read"):
+        export("adapter", output_dir="copy")
+    assert not Path("copy").exists()
     with pytest.raises(HybridFlowError, match=r"'adapter': adapter_model\.safetensors cannot be read"):
         evaluate("adapter", data={"mine": rows}, metrics=["exact_match"])
 

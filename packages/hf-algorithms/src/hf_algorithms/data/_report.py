@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -120,8 +121,9 @@ class DataReport:
     blocks: BlocksReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON has it."""
-        return asdict(self)
+        """The report as JSON has it; NaN and infinities, which JSON lacks, are texts."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)), parse_constant=str)
+        return found
 
     @property
     def refusal(self) -> str | None:

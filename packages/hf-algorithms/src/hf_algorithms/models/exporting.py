@@ -117,7 +117,8 @@ def _export(path: str, target: Path, label: str, *, merge: bool) -> None:
     if is_adapter(path) and merge:
         merge_adapter(path, target, label=label)
     elif is_adapter(path):
-        read_adapter(path, label=label, needs_weights=False)  # refuses one whose base is not there
+        # Refuses one that is damaged, or whose base is not there.
+        read_adapter(path, label=label, needs_weights=False).read_tensors()
         _copy(Path(path), target)
     else:
         found = find_model(path, label=label)
