@@ -117,6 +117,7 @@ of it is an error.
 - The answer is optional. A number keeps its spelling, a message gives its content, lists and objects become JSON.
 - A verifier does not score responses to a row without an answer. A run without any answer for it is refused.
 - All other columns travel to the reward, and so does the answer's own column unless its name is `answer`.
+- Models read text only. A run and `hybridflow data check` mention columns such as `images`, which no model gets.
 
 """
 

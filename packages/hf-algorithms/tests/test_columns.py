@@ -129,6 +129,12 @@ def test_files_of_one_set_may_have_columns_of_their_own(tmp_path: Path) -> None:
     ]
 
 
+def test_media_that_no_model_reads_are_mentioned(tmp_path: Path) -> None:
+    path = write(tmp_path, {"prompt": "<image> What is it?", "answer": "a cat", "images": ["a.png"], "level": 1})
+    (file,) = open_rows([(path, None)]).files
+    assert file.describe().endswith("; other columns: 'images', 'level'; models read text only, not 'images'")
+
+
 ALPACA = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
 NO_INPUT = {"instruction": "2 + 2?", "input": "", "output": "4"}
 

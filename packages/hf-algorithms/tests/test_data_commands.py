@@ -108,6 +108,7 @@ def test_a_report_with_a_tokenizer_has_ids_and_what_is_left_out(rows: str, tmp_p
             {"messages": [{"role": "user", "content": "a"}]},
             "rows: chats; prompt = 'messages', answer = the last message, where it is the assistant's",
         ),
+        ({"prompt": "What?", "image": "a.png"}, "other columns: image; models read text only, not 'image'"),
     ],
 )
 def test_every_kind_of_row_has_a_report(tmp_path: Path, record: dict[str, Any], says: str) -> None:

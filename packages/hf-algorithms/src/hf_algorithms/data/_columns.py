@@ -17,6 +17,7 @@ __all__ = [
     "Kind",
     "check_blanks",
     "describe_answer",
+    "describe_media",
     "find_columns",
     "find_prompt_of_pairs",
     "get_field",
@@ -40,6 +41,7 @@ Kind = Literal["prompts", "chats", "preferences", "texts"]
 
 _TEXT_COLUMN = "text"
 _ALPACA = frozenset({"instruction", "input"})
+_MEDIA = frozenset({"image", "images", "video", "videos", "audio", "audios"})
 _PAIRS = (("chosen", "rejected"), ("response_0", "response_1"))
 
 
@@ -67,7 +69,13 @@ class ColumnMapping:
         found = [f"prompt = {show(self.prompt)}"] if self.prompt else []
         found.append(describe_answer(self.kind, self.prompt, self.answer))
         others = f"; other columns: {', '.join(map(show, self.others))}" if self.others else ""
-        return f"{self.kind}; {', '.join(found)}{others}"
+        return f"{self.kind}; {', '.join(found)}{others}{describe_media(self.others)}"
+
+
+def describe_media(columns: Collection[str]) -> str:
+    """Returns `; models read text only, not 'images'` where columns hold images, videos or sound; else nothing."""
+    media = ", ".join(show(name) for name in columns if name.lower() in _MEDIA)
+    return f"; models read text only, not {media}" if media else ""
 
 
 def has_answers_in_chats(prompt: str | None) -> bool:

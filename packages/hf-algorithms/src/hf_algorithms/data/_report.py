@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from hf_algorithms.data._batches import PromptDataset, TooLong
-from hf_algorithms.data._columns import Kind, describe_answer
+from hf_algorithms.data._columns import Kind, describe_answer, describe_media
 from hf_algorithms.data._rows import PromptRows, Row, RowFile
 from hf_algorithms.data._text_blocks import TextBlocks
 from hf_algorithms.data._turn_tokens import TurnTokens, describe_turns
@@ -157,7 +157,7 @@ class DataReport:
         has_some = one.answer is not None or self.without_answer < self.rows
         found += [
             f"rows: {one.kind}; prompt = {_name(one.prompt)}, {describe_answer(one.kind, one.prompt, one.answer)}",
-            f"other columns: {', '.join(one.columns) or 'none'}",
+            f"other columns: {', '.join(one.columns) or 'none'}{describe_media(one.columns)}",
             *([f"rows without an answer: {self.without_answer:,}"] if has_some and self.without_answer else []),
             f"first row ({self.first.where})",
             f"  prompt: {_shorten(self.first.prompt)}",
