@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from math import inf
@@ -13,6 +14,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from hf_algorithms import cli
 from hf_algorithms.jagged import to_jagged
 from hf_algorithms.losses import Aggregation, Clip, PolicyLoss, ValueLoss
 from hf_algorithms.replay import Recorder, build_recording_worker, describe_recorded, drop_states
@@ -199,3 +201,18 @@ def test_a_call_under_way_is_on_disk_after_a_failure(executor: InProcessExecutor
     assert (run / "seen").read_text() == "[]"
     drop_states(run, 3)
     assert list((run / "replay").glob("*/*")) == []
+
+
+def test_the_command_refuses_what_was_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was started, so the exit code is that of a refusal."""
+    words = ["hybridflow", "replay", str(tmp_path), "--iteration", "1", "--role", "actor"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"Error: {tmp_path}: no call of iteration 1, role 'actor', rank 0 is recorded. Recorded calls: none. Name the "
+        "run.output_dir of a run in which a call failed\n"
+    )

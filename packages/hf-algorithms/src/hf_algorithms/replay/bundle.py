@@ -98,7 +98,7 @@ def find_bundle(run: Path, iteration: int, role: str, rank: int) -> RecordedCall
         there = "; ".join(f"iteration {k}, role {r}, {n.replace('-', ' ')}" for k, r, n in known)
         raise ReplayError(
             f"{run}: no call of iteration {iteration}, role {show(role)}, rank {rank} is recorded. "
-            f"Recorded calls: {there or 'none. An update is recorded where it fails'}"
+            f"Recorded calls: {there or 'none. Name the run.output_dir of a run in which a call failed'}"
         )
     body = read_json_object(ReplayError, folder / CALL)
     if body.get("schema") != SCHEMA:

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from hf_protocols import HybridFlowError
+from hf_protocols import DataError
 
 __all__ = ["ReplayError", "decode_value", "encode_value"]
 
 _OURS = ("hf_protocols", "hf_engine", "hf_algorithms")
 
 
-class ReplayError(HybridFlowError):
+class ReplayError(DataError):
     """A recorded call that is absent, damaged, or cannot be run again."""
 
 
