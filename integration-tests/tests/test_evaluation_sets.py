@@ -58,7 +58,7 @@ def test_sets_are_evaluated_in_their_turn(
     assert found["metrics"]["eval/last/exact_match"] == second["eval/last/exact_match"]
     assert found["sets"]["test"]["metrics"] == found["sets"]["last"]["metrics"]
     outcome = hybridflow("export", run, "--output", run.with_name("out"), "--iteration", 1)
-    assert (outcome.exit_code, "it holds those of 2. Choose one" in outcome.errors) == (2, True)
+    assert (outcome.exit_code, "iteration, but those of 2. Choose one" in outcome.errors) == (2, True)
     assert hybridflow("export", run, "--output", run.with_name("out"), "--iteration", 2).exit_code == 0
 
 

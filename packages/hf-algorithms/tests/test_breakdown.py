@@ -108,7 +108,7 @@ LACKING = dict(EVENTS[1], args={name: value for name, value in EVENTS[1]["args"]
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        (None, "holds no trace.json"),
+        (None, "holds no trace.json, which a run writes when it ends. Name the run.output_dir of a run"),
         ("", "trace.json is not JSON"),
         ('{"traceEvents": [{"ph": "X", "na', "trace.json is not JSON"),
         ("[1]", "trace.json is not a JSON object"),

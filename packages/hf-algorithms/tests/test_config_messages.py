@@ -247,12 +247,14 @@ def find_models(annotation: object) -> list[type[BaseModel]]:
         ("cluster.machines=9007199254740992", "cluster.machines = 9007199254740992: must be at most 65536"),
         ("training.micro_batch_tokens=9007199254740992", "training.micro_batch_tokens = 9007199254740992: must be"),
         ('cluster.address=""', "cluster.address = '': must not be empty"),
+        ("data.train.weight=2", "=2': train is a value, not a section. Set it without .weight"),
+        ("evaluation.0.temperature=0.8", "=0.8': evaluation is a list. Set all of it, or change it in the file"),
         ("run.seed=1\nbad=2", "it holds more than one value. Write one --set for each key"),
     ],
 )
 def test_value_that_no_run_takes_names_its_key(tmp_path, override, message) -> None:
     path = tmp_path / "config.toml"
-    path.write_text('[data]\ntrain = "rows.jsonl"\n')
+    path.write_text('[data]\ntrain = "rows.jsonl"\n[[evaluation]]\nname = "b"\n')
     with pytest.raises(ConfigError) as refused:
         load_config(path, [override])
     assert message in str(refused.value)

@@ -229,7 +229,7 @@ GENERATE = ("generate", "{model}", "--data", "rows.jsonl", "--output")
         (("export", "{model}", "--output", "run"), ConfigError, "^--output 'run': is not an empty directory"),
         (("export", "{model}", "--output", "x", "--iteration", 3), ConfigError, "is not a run"),
         (("export", "orphan", "--output", "x"), ConfigError, "'orphan': is an adapter of './gone': no such directory"),
-        (("export", "done", "--output", "x", "--iteration", 3), ConfigError, "it holds those of 2, 4. Choose one"),
+        (("export", "done", "--output", "x", "--iteration", 3), ConfigError, "but those of 2, 4. Choose one"),
     ],
 )  # fmt: skip
 def test_refusals_are_one_line(

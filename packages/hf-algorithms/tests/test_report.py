@@ -319,9 +319,9 @@ def test_a_report_that_cannot_be_written_is_a_note(tmp_path):
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path):
-    with pytest.raises(DataError, match="holds no run"):
+    with pytest.raises(DataError, match=r"holds no run: .*, samples/\. Name the run.output_dir of a run$"):
         write_report(tmp_path)
-    with pytest.raises(DataError, match="holds no run"):
+    with pytest.raises(DataError, match=r"holds no run: .*, samples/\. Name the run.output_dir of a run$"):
         write_report(tmp_path / "absent")
 
 

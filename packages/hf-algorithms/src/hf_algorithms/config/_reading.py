@@ -402,6 +402,8 @@ def set_key(body: dict[str, Any], key: str, value: Any, *, label: str) -> None:
     table = body
     for each in tables:
         table = table.setdefault(each, {})
+        if isinstance(table, list):
+            raise ConfigError(f"{label}: {shorten(each)} is a list. Set all of it, or change it in the file")
         if not isinstance(table, dict):
-            raise ConfigError(f"{label}: {shorten(each)} is a value, not a section")
+            raise ConfigError(f"{label}: {shorten(each)} is a value, not a section. Set it without .{last}")
     table[last] = with_plain_scalars(value)

@@ -147,7 +147,7 @@ def _find_iteration(source: ModelSource, iteration: int) -> str:
     if not known:
         raise ConfigError(f"iteration = {iteration}: {source.label} holds no model of any iteration. Leave it out")
     raise ConfigError(
-        f"iteration = {iteration}: {source.label} holds no model of this iteration, it holds those of "
+        f"iteration = {iteration}: {source.label} has no model of this iteration, but those of "
         f"{', '.join(map(str, known))}. Choose one of them, or leave the iteration out"
     )
 

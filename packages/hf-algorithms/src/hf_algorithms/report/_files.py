@@ -16,6 +16,7 @@ from hf_protocols.errors import DataError
 __all__ = ["RunFiles", "describe_end", "parse_settings", "read_run", "read_trace"]
 
 _NAMES = ("config.toml", "metrics.jsonl", "summary.json", "trace.json")
+_REMEDY = "Name the run.output_dir of a run"
 _SHOWN_SET = "test"
 """Set whose responses are shown side by side: a run evaluates it before the first iteration and after the last."""
 
@@ -62,7 +63,7 @@ def read_run(directory: Path) -> RunFiles:
     metrics.refresh(has_ended=True)
     moments = samples.iterations()
     if not moments and not metrics.exists and not any(text is not None for text in texts.values()):
-        raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}, samples/")
+        raise DataError(f"{directory} holds no run: it has none of {', '.join(_NAMES)}, samples/. {_REMEDY}")
     summary = _parse_json("summary.json", texts, unreadable)
     trace = _parse_json("trace.json", texts, unreadable)
     iterations, columns = metrics.columns()
@@ -99,7 +100,7 @@ def read_trace(directory: Path) -> Sequence[Mapping[str, Any]]:
     unreadable: list[str] = []
     text = _read_text(directory / name, unreadable)
     if text is None and not unreadable:
-        raise DataError(f"{directory} holds no {name}: a run writes it when it ends")
+        raise DataError(f"{directory} holds no {name}, which a run writes when it ends. {_REMEDY}")
     body = _parse_json(name, {name: text}, unreadable)
     if not unreadable and not isinstance(body.get("traceEvents"), list):
         unreadable.append(f"{name} is not a Chrome trace: it has no list 'traceEvents'")
