@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.data import build_character_tokenizer
+from hf_algorithms.evaluation.generation import generate
+from hf_algorithms.evaluation.model_evaluation import evaluate
 from hf_algorithms.preflight.checks import check_run
 from hf_engine.testing import write_tiny_family
 from hf_protocols import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LONG = {
     "rope_type": "longrope",
@@ -62,3 +68,11 @@ def test_rows_on_one_side_of_a_limit_are_taken(model: Path, tmp_path: Path) -> N
     config = configure(model, tmp_path, SHORT | {"train": "1111+2222="}, max_new_tokens=6)
     inputs, _ = check_run(config, tmp_path)
     assert inputs.train.max_prompt_tokens == 10
+
+
+@pytest.mark.parametrize("draw", [generate, partial(evaluate, metrics="exact_match")], ids=["generate", "evaluate"])
+def test_commands_refuse_what_may_cross_a_limit(model: Path, tmp_path: Path, draw: Callable[..., Any]) -> None:
+    rows = [{"prompt": each, "answer": "2"} for each in ("1+1=", "1111+2222=")]
+    with pytest.raises(ConfigError, match=r"prompt of row 1 has 10 tokens, with max_new_tokens=8 up to 18, across"):
+        draw(model, data=rows, max_new_tokens=8, output_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

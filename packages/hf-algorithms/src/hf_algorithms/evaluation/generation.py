@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
 from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, load_tokenizer, open_rows, read_template
-from hf_algorithms.evaluation.responses import build_sampling_of, check_room, draw_responses
+from hf_algorithms.evaluation.responses import build_sampling_of, check_prompts, check_room, draw_responses
 from hf_algorithms.models.initial_model import check_vocabulary, without_progress
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
 from hf_algorithms.passed_inputs import temporary_inputs
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_controller import Executor, WorkerGroup
     from hf_engine import SamplingParams
+    from hf_engine.model_directory import ModelDirectory
     from hf_protocols import ModelShape
 
 __all__ = [
@@ -101,6 +102,7 @@ class Policy:
     Attributes:
         turns: how its prompts are written.
         stop_ids: tokens at which responses end.
+        files: of the model, or of an adapter's base.
         shape: sizes of the model; its context is `max_positions`.
         config: of the run that it is from; None for a model alone.
         source: the model; adapters are merged when the engine starts.
@@ -110,6 +112,7 @@ class Policy:
 
     turns: TurnFormat
     stop_ids: tuple[int, ...]
+    files: ModelDirectory
     shape: ModelShape
     config: Config | None
     source: ModelSource
@@ -147,14 +150,18 @@ class Policy:
     def _check_room(self, sampling: SamplingParams, *data: PromptDataset) -> None:
         """Refuses prompts that leave no room for a response in the model's context, or in the engine's cache.
 
+        Refuses prompts as well from which the engine does not generate.
+
         Raises:
             ConfigError: naming the row, or the option of the engine.
         """
-        from hf_engine import SupportsRowCheck, load_rollout_backend
+        from hf_engine import SupportsPromptCheck, SupportsRowCheck, load_rollout_backend
 
         backend = load_rollout_backend(self.backend)
         for each in data:
             check_room(each, context=self.shape.max_positions, max_new_tokens=sampling.max_new_tokens)
+            if issubclass(backend, SupportsPromptCheck):
+                check_prompts(backend, self.files, each, max_new_tokens=sampling.max_new_tokens)
             if not issubclass(backend, SupportsRowCheck):
                 continue
             tokens = each.max_prompt_tokens + sampling.max_new_tokens
@@ -286,6 +293,7 @@ def _read_policy(
     return Policy(
         turns=turns,
         stop_ids=turns.list_stop_ids(read_end_of_sequence_ids(files)),
+        files=files,
         shape=derive_shape(files),
         config=config,
         source=source,

@@ -11,18 +11,20 @@ from hf_algorithms.data import decode_responses
 from hf_algorithms.rewards import FunctionSpec, Samples, ScoringFunctions
 from hf_algorithms.roles import least_rows
 from hf_algorithms.url_secrets import hide_secrets
-from hf_protocols import ConfigError
+from hf_protocols import BackendError, ConfigError
 from hf_protocols.validation import Checks, show
 
 if TYPE_CHECKING:
     from hf_algorithms.data import PromptDataset, TurnFormat
     from hf_controller import Executor, WorkerGroup
-    from hf_engine import SamplingParams
+    from hf_engine import SamplingParams, SupportsPromptCheck
+    from hf_engine.model_directory import ModelDirectory
 
 __all__ = [
     "Response",
     "ResponseScorer",
     "build_sampling_of",
+    "check_prompts",
     "check_room",
     "draw_responses",
     "list_draws",
@@ -132,6 +134,26 @@ def check_room(data: PromptDataset, *, context: int, max_new_tokens: int, key: s
         f"to {max_new_tokens} ({key}) are above the model's context of {context} tokens{more}. Shorten the "
         f"prompt{lower}"
     )
+
+
+def check_prompts(
+    backend: type[SupportsPromptCheck], files: ModelDirectory, data: PromptDataset, *, max_new_tokens: int
+) -> None:
+    """Refuses prompts from which an engine does not generate.
+
+    Args:
+        backend: of the engine.
+        files: of the model.
+        data: the prompts.
+        max_new_tokens: tokens of a response at most.
+
+    Raises:
+        ConfigError: naming the row.
+    """
+    try:
+        backend.check_prompts(files, data.prompt_lengths, max_new_tokens=max_new_tokens)
+    except BackendError as error:
+        raise ConfigError(f"{data.source}: {error}") from None
 
 
 def draw_responses(

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from hf_algorithms.data import PromptDataset, SequenceEncoder, TextBlocks, load_tokenizer
+from hf_algorithms.evaluation.responses import check_prompts
 from hf_algorithms.preflight.row_limits import RowLimit, RowTokens, find_bound, find_context, find_long_rows
 from hf_engine import SupportsPromptCheck, SupportsRowCheck, load_rollout_backend
 from hf_engine.model_directory import read_model_directory
@@ -143,10 +144,7 @@ def _check_prompts(rollout: RolloutConfig, inputs: ModelInputs, data: PromptData
     if not issubclass(backend, SupportsPromptCheck):
         return
     model = read_model_directory(inputs.model.path, needs_weights=False)
-    try:
-        backend.check_prompts(model, data.prompt_lengths, max_new_tokens=max_new_tokens)
-    except BackendError as error:
-        raise ConfigError(f"{data.source}: {error}") from None
+    check_prompts(backend, model, data, max_new_tokens=max_new_tokens)
 
 
 def _check_rows(rollout: RolloutConfig, inputs: ModelInputs, longest: Sequence[tuple[int, int]]) -> None:
