@@ -108,6 +108,24 @@ def test_a_key_of_no_project_has_its_usual_hint(key: str, says: str) -> None:
     assert str(raised.value) == says
 
 
+@pytest.mark.parametrize("key", ["run.epochs", "run.num_epochs", "training.epochs", "data.epoch", "epochs"])
+@pytest.mark.parametrize(("command", "size"), [("sft", "algorithm"), ("train", "rollout")])
+def test_epochs_are_counted_in_iterations(key: str, command: str, size: str) -> None:
+    section, _, name = key.rpartition(".")
+    body = {**MINIMAL, **({section: MINIMAL.get(section, {}) | {name: 3}} if section else {name: 3})}
+    says = f"unknown key '{key}': .* iterations of '{size}.batch_size' rows. Set 'run.iterations'"
+    with pytest.raises(ConfigError, match=says):
+        parse_config(body, command=command)
+
+
+@pytest.mark.parametrize("key", ["epochs", "mini_batches"])
+@pytest.mark.parametrize("value", [2, "1", True, 1.0])
+def test_updates_of_sft_are_counted_in_iterations(key: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key} = .*: must be 1, .* raise run\.iterations"):
+        parse_config({**MINIMAL, "algorithm": {key: value}}, command="sft")
+    assert getattr(parse_config({**MINIMAL, "algorithm": {key: 1}}, command="sft").algorithm, key) == 1
+
+
 def test_what_a_command_lacks_is_not_suggested() -> None:
     rows = {**MINIMAL, "training": {"per_device_train_batch_size": 4}}
     with pytest.raises(ConfigError, match=r"a key of TRL\. Set 'training\.micro_batch_tokens' "):

@@ -19,6 +19,8 @@ from hf_protocols.validation import show
 __all__ = ["config_keys", "hint", "hint_nested", "list_unknown"]
 
 _MOST_HINTS = 3
+_EPOCHS = re.compile(r"(?:\w+_)?epochs?")
+"""Names under which users look for the length of training, which is counted in iterations."""
 
 
 def config_keys(recipe: Recipe = RECIPES["ppo"]) -> tuple[str, ...]:
@@ -124,6 +126,9 @@ def hint(place: str, name: str, known_keys: Sequence[str]) -> str:
     if (elsewhere := find_foreign(key)) is not None:
         projects, ours = elsewhere
         return f": a key of {projects}. This algorithm lacks {ours}. Remove it or change algorithm.name"
+    if section != "algorithm" and _EPOCHS.fullmatch(name.lower()):
+        size = "algorithm.batch_size" if "algorithm.batch_size" in known_keys else "rollout.batch_size"
+        return f": training is counted in iterations of {show(size)} rows. Set 'run.iterations'"
     near = [each for each in known if each.startswith(f"{section}.") or not (dot or "." in each)]
     names = [each.rpartition(".")[2] for each in near]
     wanted = similar[0] if (similar := find_similar(name, names)) else name.lower()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from hf_algorithms.recipes._config import AlgorithmConfig
 from hf_algorithms.recipes._recipe import Recipe
@@ -34,6 +34,13 @@ class SupervisedConfig(AlgorithmConfig):
     """Updates of one iteration."""
     batch_size: Annotated[int, Field(ge=1, le=1 << 20)] = 64
     """Rows of one iteration, over all ranks."""
+
+    @field_validator("epochs", "mini_batches", mode="before")
+    @classmethod
+    def _check_updates(cls, value: Any) -> Any:
+        if type(value) is not int or value != 1:
+            raise ValueError("must be 1, as an iteration is one update. For longer training raise run.iterations")
+        return value
 
 
 class SupervisedDataset(Protocol):
