@@ -10,6 +10,7 @@ import pytest
 from hf_algorithms.config import parse_config
 from hf_algorithms.run import evaluations
 from hf_algorithms.run.deadlines import evaluation_deadline, list_deadlines
+from hf_algorithms.workers import ModelWorker
 from hf_controller import InProcessExecutor
 from hf_protocols import ConfigError
 
@@ -29,6 +30,14 @@ def test_a_phase_has_its_own_deadline():
     found = [*list_deadlines(config).values(), evaluation_deadline(config)]
     told = {deadline.key: deadline.seconds for deadline in found}
     assert told == {"cluster.call_timeout_s": 600.0} | {f"deadlines.{key}": value for key, value in given.items()}
+
+
+def test_what_writes_or_reads_weights_has_one_deadline() -> None:
+    found = list_deadlines(parse_config({**BODY, "deadlines": {"checkpoint_s": 7.0}}))
+    methods = [name for name in vars(ModelWorker) if name.partition("_")[0] in ("save", "finish", "load", "export")]
+    assert {"save_state", "finish_state"} <= set(methods)
+    others = {name: found.get(name) for name in methods if name != "load_model"}
+    assert others == dict.fromkeys(others, (7.0, "deadlines.checkpoint_s"))
 
 
 PHASES = ("start", "generate", "score", "logprobs", "train", "sync", "evaluate", "checkpoint")

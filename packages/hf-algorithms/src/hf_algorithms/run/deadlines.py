@@ -22,6 +22,7 @@ _PHASES = {
     "export_model": "checkpoint_s",
     "export_adapter": "checkpoint_s",
     "save_state": "checkpoint_s",
+    "finish_state": "checkpoint_s",
     "load_state": "checkpoint_s",
 }
 """By a method's name, its kind, or the `phase` of its worker."""

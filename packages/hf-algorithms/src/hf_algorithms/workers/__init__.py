@@ -6,7 +6,7 @@ What must not: formulas (`losses`, `advantages`), and what only one backend know
 
 from __future__ import annotations
 
-from hf_algorithms.workers._model import SEQUENCE
+from hf_algorithms.workers._model import SEQUENCE, ModelWorker
 from hf_algorithms.workers._outputs import check_calls_outputs
 from hf_algorithms.workers._setup import RoleSetup
 from hf_algorithms.workers.actor import ActorWorker
@@ -24,6 +24,7 @@ __all__ = [
     "AdvantageWorker",
     "CostWorker",
     "CriticWorker",
+    "ModelWorker",
     "PairScorer",
     "PolicyWorker",
     "ReferenceWorker",

@@ -125,9 +125,9 @@ class ModelWorker(Worker):
         self._train.save_state(path, background=background, weight_version=self._weight_version())
 
     @register(protocol=ONE_TO_ALL, returns="object")
-    def finish_state(self, *, timeout_s: float | None = None) -> tuple[StateFile, ...]:
+    def finish_state(self) -> tuple[StateFile, ...]:
         """Waits for what `save_state` writes; this rank's files and digests. See `TrainBackend.finish_state`."""
-        return self._train.finish_state(timeout_s)
+        return self._train.finish_state()  # on Ray, the deadline of the call is shorter than that of the process group
 
     @register(protocol=ONE_TO_ALL, returns="object")
     @on_device
