@@ -23,8 +23,8 @@ from hf_algorithms.run import loop, supervised
 from hf_algorithms.run.any_run import run_recipe
 from hf_algorithms.run.evaluations import RunEvaluations
 from hf_algorithms.run.supervised import check_supervised
-from hf_algorithms.run.wiring import build_roles
 from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.wiring import build_roles
 from hf_controller import Executor, TracingExecutor
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError

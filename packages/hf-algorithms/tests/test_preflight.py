@@ -21,8 +21,8 @@ from hf_algorithms.preflight.inputs import RunInputs, load_inputs
 from hf_algorithms.preflight.placement import check_batches, check_plan
 from hf_algorithms.preflight.walk import walk_calls
 from hf_algorithms.recipes import Role
-from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_algorithms.run_directory import RunDirectory
+from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import TracingExecutor, Worker
 from hf_protocols import (
     THREE_D_ALL_MICRO_DP,
@@ -530,7 +530,7 @@ def test_models_in_pools_of_their_own_share_the_cores(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     limits = dataclasses.replace(read_machine_limits(), num_cpus=8)
-    monkeypatch.setattr("hf_algorithms.run.wiring.read_machine_limits", lambda: limits)
+    monkeypatch.setattr("hf_algorithms.wiring.read_machine_limits", lambda: limits)
     config, plan = build(warm_start={"max_steps": 0}, cluster={"address": address}), plan_of(2)
     slots = (MachinePlan(gpu_kind="cpu", slots=2),)
     pools = (*plan.pools, *(PoolPlan(name=role, machines=slots) for role in own))

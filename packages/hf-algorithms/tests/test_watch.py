@@ -19,8 +19,8 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from hf_algorithms.commands.watch import watch, watch_run
-from hf_algorithms.report._terminal import draw_run
 from hf_algorithms.report.live import LiveRun, open_runs
+from hf_algorithms.report.terminal import draw_run
 
 PROGRAM = Path(sys.executable).with_name("hybridflow")
 

@@ -105,7 +105,7 @@ def derive_dataflow(
 
 def _check_model(recipe: Recipe, role: Role) -> None:
     """Refuses a role without a model whose worker builds one, and a role with a model that its worker does not take."""
-    from hf_algorithms.workers._model import ModelWorker
+    from hf_algorithms.workers import ModelWorker
     from hf_controller import Worker
 
     worker = role.load_worker()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from hf_algorithms.advantages._estimator import Estimator
 from hf_algorithms.advantages._gae import GAE, LagrangianAdvantage
-from hf_algorithms.advantages._group import GroupAdvantage
+from hf_algorithms.advantages._group import GroupAdvantage, StdOver
 from hf_algorithms.advantages._reinforce import ReinforceAdvantage
 from hf_algorithms.advantages._returns import compute_gae, compute_token_rewards, spread_scores, whiten
 from hf_algorithms.advantages._teacher import TeacherAdvantage
@@ -28,6 +28,7 @@ __all__ = [
     "LengthTerm",
     "Multiplier",
     "ReinforceAdvantage",
+    "StdOver",
     "TeacherAdvantage",
     "clip_scores",
     "compute_gae",

@@ -49,7 +49,7 @@ def watch(run: str, once: bool) -> None:
 
 def print_run(run: LiveRun, console: Console) -> None:
     """Prints a run once, as it is."""
-    from hf_algorithms.report._terminal import draw_run
+    from hf_algorithms.report.terminal import draw_run
 
     run.refresh()
     run.finish_reading()
@@ -70,7 +70,7 @@ def watch_run(run: LiveRun, console: Console, wait_for_key: Callable[[float], st
     from rich.live import Live
     from rich.text import Text
 
-    from hf_algorithms.report._terminal import draw_run
+    from hf_algorithms.report.terminal import draw_run
 
     with Live(console=console, screen=True, auto_refresh=False) as live:
         key = ""

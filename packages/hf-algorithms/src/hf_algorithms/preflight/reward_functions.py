@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.data import locate_row
-from hf_algorithms.rewards import Binding, Style, SupportsAnswerCheck, bind_function, load_function
-from hf_algorithms.rewards._http import check_address, check_connection, is_url
-from hf_algorithms.rewards._load import get_users_function, imports_from
+from hf_algorithms.rewards import (
+    Binding,
+    Style,
+    SupportsAnswerCheck,
+    bind_function,
+    check_address,
+    check_connection,
+    get_users_function,
+    imports_from,
+    is_url,
+    load_function,
+)
 from hf_algorithms.url_secrets import hide_secrets
 from hf_controller import Terminated
 from hf_protocols.errors import ConfigError, DataError

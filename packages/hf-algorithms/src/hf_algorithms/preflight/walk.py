@@ -13,7 +13,7 @@ from hf_algorithms.evaluation.validation import request_divergence, request_eval
 from hf_algorithms.preflight.row_limits import RowTokens
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_algorithms.roles import Roles, least_rows
-from hf_algorithms.run.wiring import build_roles, build_sampling
+from hf_algorithms.wiring import build_roles, build_sampling
 from hf_algorithms.workers import SEQUENCE, check_calls_outputs
 from hf_controller import TracingExecutor
 from hf_engine import SamplingParams

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hf_algorithms.recipes._recipe import StepContext, mini_batch_rows
 
 if TYPE_CHECKING:
-    from hf_algorithms.advantages import Estimator, GroupAdvantage
-    from hf_algorithms.advantages._group import StdOver
+    from hf_algorithms.advantages import Estimator, GroupAdvantage, StdOver
     from hf_algorithms.losses import Aggregation, Clip, Correction, PolicyLoss, Surrogate
     from hf_algorithms.recipes._config import PolicyConfig
     from hf_algorithms.roles import Roles

@@ -12,8 +12,8 @@ from hf_algorithms.rewards._conventions import CONVENTIONS, Binding, Convention,
 from hf_algorithms.rewards._exact_match import exact_match
 from hf_algorithms.rewards._functions import FunctionSpec, ScoredSamples, ScoringFunctions
 from hf_algorithms.rewards._gsm8k import gsm8k_accuracy, gsm8k_reward
-from hf_algorithms.rewards._http import HTTPScorer
-from hf_algorithms.rewards._load import load_function
+from hf_algorithms.rewards._http import HTTPScorer, check_address, check_connection, is_url
+from hf_algorithms.rewards._load import get_users_function, imports_from, load_function
 from hf_algorithms.rewards._math import math_verify, number_match
 from hf_algorithms.rewards._numbers import find_final_number, read_number
 from hf_algorithms.rewards._pool.messages import CallExpired
@@ -35,11 +35,16 @@ __all__ = [
     "TrainerState",
     "answers_checked_by",
     "bind_function",
+    "check_address",
+    "check_connection",
     "combine_scores",
     "exact_match",
     "find_final_number",
+    "get_users_function",
     "gsm8k_accuracy",
     "gsm8k_reward",
+    "imports_from",
+    "is_url",
     "load_function",
     "math_verify",
     "number_match",

@@ -6,7 +6,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 
@@ -15,7 +15,9 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
-__all__ = ["RunDisplay", "build_console", "draw_sparkline"]
+from hf_protocols.drawing import format_sparkline
+
+__all__ = ["RunDisplay", "build_console"]
 
 # Name in the metrics, label, format; what ends in a slash begins names whose rest is the label.
 _SHOWN = (
@@ -170,7 +172,7 @@ class RunDisplay:
             return Group(self._progress)
         cells = [Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in self._numbers()]
         if not self._console.options.ascii_only:
-            cells.append(Text(draw_sparkline(self._rewards), style="green"))
+            cells.append(Text(format_sparkline(self._rewards), style="green"))
         line = Text("    ")
         for cell in cells:  # the most important first; one that has no room is left out whole
             if line.cell_len + cell.cell_len <= self._console.width:
@@ -182,12 +184,3 @@ def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def draw_sparkline(values: Sequence[float]) -> str:
-    """Returns one block character per finite value, from the lowest to the highest."""
-    finite = [value for value in values if abs(value) < float("inf")]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    return "".join(chr(0x2581 + (round(7 * (value - low) / span) if span else 0)) for value in finite)

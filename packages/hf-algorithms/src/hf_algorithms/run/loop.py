@@ -45,9 +45,9 @@ from hf_algorithms.run.step_metrics import (
 from hf_algorithms.run.summary import RunSummary
 from hf_algorithms.run.training_samples import collect_training_samples
 from hf_algorithms.run.warm_start import warm_start
-from hf_algorithms.run.wiring import build_roles, build_sampling
 from hf_algorithms.run_directory import RunDirectory
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
+from hf_algorithms.wiring import build_roles, build_sampling
 from hf_controller import Executor, InProcessExecutor
 from hf_protocols import MappingPlan
 

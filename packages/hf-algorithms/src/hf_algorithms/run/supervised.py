@@ -40,8 +40,8 @@ from hf_algorithms.run.start import begin_run, check_inputs
 from hf_algorithms.run.step_metrics import average_metrics, describe_skipped
 from hf_algorithms.run.summary import RunSummary
 from hf_algorithms.run.supervised_evaluations import list_generation_backends, prepare_evaluations, with_generation
-from hf_algorithms.run.wiring import build_roles
 from hf_algorithms.trackers import MetricsHook, prepare_tracking
+from hf_algorithms.wiring import build_roles
 from hf_engine import SamplingParams
 from hf_protocols import ConfigError
 from hf_protocols.errors import DataError

@@ -166,7 +166,7 @@ def _load_hook(name: str, search_path: Sequence[str]) -> MetricsHook:
 
 
 def _check_hook(hook: MetricsHook, name: str) -> None:
-    from hf_algorithms.rewards._load import get_users_function
+    from hf_algorithms.rewards import get_users_function
 
     try:
         inspect.signature(get_users_function(hook)).bind(1, {})

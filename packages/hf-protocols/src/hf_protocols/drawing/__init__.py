@@ -17,6 +17,7 @@ from hf_protocols.drawing.numbers import (
     format_milliseconds,
     format_number,
     format_seconds,
+    format_sparkline,
     round_ticks,
 )
 from hf_protocols.drawing.shares import render_share, render_stack
@@ -36,6 +37,7 @@ __all__ = [
     "format_milliseconds",
     "format_number",
     "format_seconds",
+    "format_sparkline",
     "read_style",
     "render_curve",
     "render_document",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 __all__ = [
     "format_bytes",
@@ -11,6 +12,7 @@ __all__ = [
     "format_milliseconds",
     "format_number",
     "format_seconds",
+    "format_sparkline",
     "round_ticks",
 ]
 
@@ -74,3 +76,12 @@ def round_ticks(low: float, high: float, count: int) -> list[float]:
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
+
+
+def format_sparkline(values: Sequence[float]) -> str:
+    """Returns one block character per finite value, from the lowest to the highest."""
+    finite = [value for value in values if abs(value) < float("inf")]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(chr(0x2581 + (round(7 * (value - low) / span) if span else 0)) for value in finite)

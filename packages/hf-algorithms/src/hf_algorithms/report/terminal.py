@@ -12,8 +12,7 @@ from rich.text import Text
 from hf_algorithms.report._files import parse_settings
 from hf_algorithms.report._metric_names import choose_first, format_title
 from hf_algorithms.report.live import LiveRun
-from hf_algorithms.run.display import draw_sparkline
-from hf_protocols.drawing import format_duration, format_number
+from hf_protocols.drawing import format_duration, format_number, format_sparkline
 
 __all__ = ["draw_run"]
 
@@ -84,7 +83,7 @@ def _draw_curves(run: LiveRun, width: int, ascii_only: bool) -> list[Text]:
         points, means = run.points(metric, "iteration")
         if not points:
             continue
-        spark = "" if ascii_only else draw_sparkline(_squeeze([value for _, value in means or points], room))
+        spark = "" if ascii_only else format_sparkline(_squeeze([value for _, value in means or points], room))
         numbers = f"{format_number(points[0][1])} -> {format_number(points[-1][1])}"
         line = Text(set_cell_size(f"  {_clean(format_title(metric))}", _TITLE_WIDTH - 1) + " ")
         lines.append(line.append(set_cell_size(numbers, _NUMBERS_WIDTH), "bold").append(spark, "green"))
