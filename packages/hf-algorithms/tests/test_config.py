@@ -458,7 +458,7 @@ def test_functions_that_contradict_are_refused(reward: dict[str, Any], says: str
             {"targets": "all-linear"},
             r"^model\.lora\.targets = 'all-linear': is what an absent key means\. Remove",
         ),
-        ({"targets": "q_proj"}, r"^model\.lora\.targets = 'q_proj': must be a list$"),
+        ({"targets": "q_proj"}, r'^model\.lora\.targets = .q_proj.: must be a list. Write it as \["text"\]$'),
     ],
 )
 def test_wrong_keys_of_adapters_are_one_line(lora: dict[str, Any], says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import UnionType
 from typing import Any, Union, get_args, get_origin
 
@@ -276,6 +277,20 @@ def test_value_that_no_run_takes_names_its_key(tmp_path, override, message) -> N
     with pytest.raises(ConfigError) as refused:
         load_config(path, [override])
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("run.trackers=[tensorboard]", r"run\.trackers = '\[tensorboard\]': must be a list. Write it as \[\"text\"\]"),
+        ("rollout.stop=###", r"rollout\.stop = '###': must be a list. Write it as \[\"text\"\]"),
+        ('rollout.options={"a": 5}', r"rollout\.options = .*: must be a table. Write it as \{name = \"text\"\}"),
+    ],
+)
+def test_a_list_without_quotes_is_shown_one(tmp_path: Path, override: str, says: str) -> None:
+    (tmp_path / "c.toml").write_text('[data]\ntrain = "rows.jsonl"\n')
+    with pytest.raises(ConfigError, match=says):
+        load_config(tmp_path / "c.toml", [override])
 
 
 def test_thousands_of_unknown_keys_are_summed_up() -> None:

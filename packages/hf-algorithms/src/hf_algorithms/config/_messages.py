@@ -41,6 +41,9 @@ _RULES = {
 """By pydantic's name of the error; what is in braces stands in the error's context."""
 
 
+_EXAMPLES = {"dict_type": '{name = "text"}', "list_type": '["text"]', "tuple_type": '["text"]'}
+"""Of values that are often written as a text, since `--set` takes what is not TOML for one."""
+
 _MISSING = {"data": "data.train"}
 """Of sections that must be written, the key for which they must."""
 
@@ -58,6 +61,8 @@ def describe_problem(problem: Mapping[str, Any]) -> str:
     message = problem["msg"].removeprefix("Value error, ").replace("Input should", "must")
     rule = _RULES[kind].format_map(problem.get("ctx", {})) if kind in _RULES else message
     value = problem["input"]
+    if isinstance(value, str) and kind in _EXAMPLES:
+        rule += f". Write it as {_EXAMPLES[kind]}"
     return f"{key} = {str(value).lower() if isinstance(value, bool) else show(value)}: {rule}"
 
 
