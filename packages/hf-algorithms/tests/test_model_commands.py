@@ -115,14 +115,6 @@ def test_greedy_responses_are_those_of_transformers(model: Path, rows: Path) -> 
     assert not find_part("new/out.jsonl").exists()
 
 
-def test_a_column_with_an_unpaired_surrogate_is_written_again(model: Path, rows: Path) -> None:
-    given = {"question": "1+1=", "title": "cut \ud83d", "name": "zw\u00f6lf"}
-    rows.write_text(json.dumps(given) + "\n")
-    generate(model, data=rows, output="out.jsonl", max_new_tokens=2)
-    (row,) = read(Path("out.jsonl"))
-    assert {name: row[name] for name in given} == given
-
-
 def test_samples_follow_from_seed_and_row(model: Path, rows: Path) -> None:
     how: dict[str, Any] = {"data": rows, "samples": 3, "max_new_tokens": LIMIT}
     generate(model, output="one.jsonl", **how)
@@ -403,3 +395,12 @@ def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None
     result = evaluate(model, data={"mine": rows}, metrics=["exact_match"], max_new_tokens=2, rows=2, on_progress=show)
     assert result.metrics[0].keys() == {"set", "eval/mine/exact_match"}
     assert progress == [("mine", 2, 2)]
+
+
+def test_half_a_character_in_a_column_is_written(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "note": "\\ud83d"}\n{"prompt": "2", "note": "\u00e9"}\n')
+    generate(model, data=str(tmp_path / "rows.jsonl"), output=tmp_path / "out.jsonl", max_new_tokens=2)
+    assert [each["note"] for each in read(tmp_path / "out.jsonl")] == ["\ud83d", "\u00e9"]
+    function = {"length": lambda completions, **_: [len(each) for each in completions]}
+    found = evaluate(model, data=str(tmp_path / "rows.jsonl"), metrics=function, output_dir=tmp_path / "kept")
+    assert len(read(tmp_path / "kept" / "rows.jsonl")) == found.sets["rows"].rows == 2

@@ -66,15 +66,6 @@ def test_a_server_scores_groups_in_the_pool(url: str) -> None:
     assert bodies[0]["prompts"] == ["p", "p"] and bodies[0]["answers"] == ["1", "1"]
 
 
-def test_a_server_gets_an_unpaired_surrogate_as_its_escape(url: str) -> None:
-    scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/half")], num_processes=1)
-    batch = Samples(prompts=["p"], responses=["a"], answers=["1"], columns=[{"title": "cut \ud83d"}])
-    (scored,) = scoring.score(batch)
-    scoring.close()
-    assert scored.scores == [1.0]
-    assert [body["title"] for path, body, _ in ByPath.seen if path == "/half"] == [["cut \ud83d"]]
-
-
 def test_a_server_of_trls_convention_gets_what_json_holds(url: str) -> None:
     scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/trl", style="trl")], num_processes=0)
     chat = [{"role": "user", "content": "p"}]
@@ -188,3 +179,12 @@ def test_other_hosts_and_bad_addresses_are_refused(address: str, says: str) -> N
     assert "secret" not in str(caught.value)
     assert HTTPScorer("https://example.com/score", allowed_hosts=("example.com",)).url
     assert HTTPScorer("http://[::1]:8000").url
+
+
+def test_half_a_character_in_a_column_is_sent(url: str) -> None:
+    scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/half")], num_processes=0)
+    rows = [{"note": "\ud83d"}, {"note": "\u00e9"}]
+    (scored,) = scoring.score(Samples(prompts=["p"] * 2, responses=["a", "bb"], answers=["1"] * 2, columns=rows))
+    scoring.close()
+    assert scored.scores == [1.0, 2.0]
+    assert sorted(body["note"][0] for path, body, _ in ByPath.seen if path == "/half") == ["\u00e9", "\ud83d"]

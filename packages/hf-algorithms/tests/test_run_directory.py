@@ -150,3 +150,12 @@ def test_a_directory_that_was_removed_is_not_made_again(tmp_path: Path, name: st
     with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written: .*run' was removed while the run went on"):
         WRITERS[name](directory)
     assert not directory.path.exists()
+
+
+def test_samples_with_half_a_character_are_written(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.append_samples(1, [{"note": "\ud83d", "text": "\u00e9"}, {"text": "\u00e9"}])
+    run.close()
+    lines = (tmp_path / "run/samples/1.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line).get("note") for line in lines] == ["\ud83d", None]
+    assert "\u00e9" in lines[1], "what a person reads stays as it is"

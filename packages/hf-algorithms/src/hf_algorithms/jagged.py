@@ -10,9 +10,6 @@ import torch
 
 __all__ = ["FlatRows", "decode_text", "encode_text", "list_rows", "pad_rows", "read_rows", "to_jagged", "unpad_rows"]
 
-_ERRORS = "surrogatepass"
-"""A column of the data may have an unpaired surrogate, such as a cut emoji; a reward function gets it as it is."""
-
 
 class FlatRows(NamedTuple):
     """The rows of a column as one flat tensor: row i is `values[starts[i] : starts[i] + lengths[i]]`."""
@@ -57,12 +54,12 @@ def decode_text(column: torch.Tensor) -> list[str]:
     values, starts, lengths = read_rows(column)
     flat = values.cpu().numpy().tobytes() if values.dtype == torch.uint8 else bytes(values.tolist())
     spans = zip(starts.tolist(), lengths.tolist(), strict=True)
-    return [flat[start : start + length].decode(errors=_ERRORS) for start, length in spans]
+    return [flat[start : start + length].decode() for start, length in spans]
 
 
 def encode_text(texts: Sequence[str]) -> torch.Tensor:
     """A jagged column of UTF-8 bytes, which `decode_text` reads."""
-    rows = [text.encode(errors=_ERRORS) for text in texts]
+    rows = [text.encode() for text in texts]
     flat = bytearray(b"".join(rows))
     values = torch.frombuffer(flat, dtype=torch.uint8) if flat else torch.empty(0, dtype=torch.uint8, device="cpu")
     offsets = torch.tensor(list(accumulate(map(len, rows), initial=0)), dtype=torch.int64, device="cpu")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hf_algorithms.atomic_files import replace_folder, sync, sync_tree, write_text
+from hf_algorithms.json_text import format_json
 from hf_algorithms.run_lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
 from hf_protocols.validation import show
@@ -235,7 +236,7 @@ class RunDirectory:
 
     def append_samples(self, iteration: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Adds objects to `samples/<iteration>.jsonl`, one for each response, which name the iteration."""
-        lines = [json.dumps({"iteration": iteration, **each}, ensure_ascii=False) + "\n" for each in samples]
+        lines = [format_json({"iteration": iteration, **each}) + "\n" for each in samples]
         if not lines:
             return
         path = self.path / "samples" / f"{iteration}.jsonl"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -13,6 +12,7 @@ from hf_algorithms.data._file_rows import build_order, locate
 from hf_algorithms.data._jagged_columns import build_jagged, check_rows
 from hf_algorithms.data._rows import Row
 from hf_algorithms.data._turns import TurnFormat, describe_texts
+from hf_algorithms.json_text import format_json
 from hf_protocols.errors import DataError
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ class PromptDataset:
 
     def _encode_extra(self, row: Row) -> str:
         messages = self._turns.as_chat(row.prompt)
-        return json.dumps([messages, row.answer, dict(row.columns)], ensure_ascii=False)
+        return format_json([messages, row.answer, dict(row.columns)])
 
     def _where(self, number: int) -> str:
         return locate(self._rows, number, source=self.source)

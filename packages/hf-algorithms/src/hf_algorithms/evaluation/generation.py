@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from hf_algorithms.atomic_files import find_part, refuse_unwritable, writing_lines
 from hf_algorithms.data import PromptDataset, PromptRows, TurnFormat, load_tokenizer, open_rows, read_template
 from hf_algorithms.evaluation.responses import build_sampling_of, check_prompts, check_room, draw_responses
+from hf_algorithms.json_text import format_json
 from hf_algorithms.models.initial_model import check_vocabulary, without_progress
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_whole_model
 from hf_algorithms.passed_inputs import temporary_inputs
@@ -448,17 +448,7 @@ def _format_row(rows: PromptRows, index: int, responses: Any) -> str:
     if row.answer is not None:
         columns.setdefault("answer", row.answer)
     columns["responses"] = [each.to_dict() for each in responses]
-    line = json.dumps(columns, ensure_ascii=False, default=str)
-    # A column may have an unpaired surrogate, which only an escape can write.
-    return line if _is_utf8(line) else json.dumps(columns, default=str)
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return format_json(columns, default=str)
 
 
 def _check_output(output: Any) -> Path:

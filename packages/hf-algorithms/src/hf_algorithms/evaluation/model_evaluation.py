@@ -23,6 +23,7 @@ from hf_algorithms.evaluation.generation import (
 )
 from hf_algorithms.evaluation.responses import ResponseScorer, name_metrics
 from hf_algorithms.evaluation.sets import SetResult, evaluate_set
+from hf_algorithms.json_text import format_json
 from hf_algorithms.passed_inputs import NAME, check_name, temporary_inputs
 from hf_algorithms.preflight.reward_functions import check_metric
 from hf_algorithms.value_names import naming_arguments
@@ -292,7 +293,7 @@ def _keeping(folder: Path | None, on_progress: Progress | None, name: str, num_r
 
         def keep(samples: list[dict[str, Any]]) -> None:
             if write is not None:
-                write(json.dumps(each, ensure_ascii=False, default=str) for each in samples)
+                write(format_json(each, default=str) for each in samples)
             done.update(each["row"] for each in samples)
             if on_progress is not None:
                 on_progress(name, len(done), num_rows)

@@ -15,6 +15,7 @@ from urllib.error import HTTPError
 from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 from urllib.request import HTTPRedirectHandler, ProxyHandler, Request, build_opener
 
+from hf_algorithms.json_text import format_json
 from hf_algorithms.rewards._conventions import CONVENTIONS, Style
 from hf_algorithms.rewards._pool.messages import CallExpired
 from hf_algorithms.rewards._trainer import TRAINER_VALUES
@@ -138,7 +139,7 @@ class HTTPScorer:
         if self.style == "openrlhf":
             values["query"] = values.pop("queries")
         num_rows = self._count_rows(values)
-        request = self._build_request(json.dumps(values).encode())
+        request = self._build_request(format_json(values).encode())
         end_s = time.monotonic() + self.deadline_s * num_rows
         wait_s = _FIRST_WAIT_S
         while True:
