@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_algorithms.checkpoints import find_commits
 from hf_algorithms.run_directory import ORIGIN, RunDirectory, RunDirectoryError
 from hf_protocols import ConfigError
 
@@ -150,6 +151,18 @@ def test_a_directory_that_was_removed_is_not_made_again(tmp_path: Path, name: st
     with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written: .*run' was removed while the run went on"):
         WRITERS[name](directory)
     assert not directory.path.exists()
+
+
+def test_commits_on_another_disk_go_with_their_run(tmp_path: Path) -> None:
+    disk, path = tmp_path / "disk", tmp_path / "run"
+    begun(path).close()
+    (disk / "100").mkdir(parents=True)
+    (disk / "100" / "COMMIT").write_text("{}")
+    (path / "steps").symlink_to(disk)
+    assert find_commits(path) == [100]
+    begun(path, overwrite=True).close()
+    assert find_commits(path) == []
+    assert (path / "steps").resolve() == disk, "later commits go there"
 
 
 def test_samples_with_half_a_character_are_written(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ class RunDirectory:
             for name in set(_FILES).difference(keeps):
                 (self.path / name).unlink(missing_ok=True)
             for name in set(_FOLDERS).difference(keeps):
-                shutil.rmtree(self.path / name, ignore_errors=True)
+                _empty(self.path / name)
             (self.path / "metrics.jsonl").touch()
 
     def truncate(self, name: str, size: int) -> None:
@@ -300,6 +300,23 @@ def _try_to_make(path: Path) -> None:
         raise PermissionError(EACCES, "its file system takes no new files") from None
     finally:
         _remove_empty(missing)
+
+
+def _empty(folder: Path) -> None:
+    """Removes a folder, or what is in one that a user has linked to; commits that stayed would be taken for newer ones.
+
+    Raises:
+        OSError: when the file system refuses.
+    """
+    if not folder.is_symlink():
+        if folder.exists():
+            shutil.rmtree(folder)
+        return
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        else:
+            each.unlink()
 
 
 def _missing(path: Path) -> list[Path]:
