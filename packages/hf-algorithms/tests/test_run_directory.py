@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,14 @@ def test_a_directory_that_was_removed_is_not_made_again(tmp_path: Path, name: st
     with pytest.raises(RunDirectoryError, match=rf"{name} cannot be written: .*run' was removed while the run went on"):
         WRITERS[name](directory)
     assert not directory.path.exists()
+
+
+def test_a_summary_has_no_words_beyond_json(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    run.write_json("summary.json", {"score_before": math.nan, "interval": (0.5, math.inf), "phases": {"a": -math.inf}})
+    run.close()
+    found = json.loads((tmp_path / "run/summary.json").read_text(), parse_constant=pytest.fail)
+    assert found == {"score_before": None, "interval": [0.5, None], "phases": {"a": None}}
 
 
 def test_commits_on_another_disk_go_with_their_run(tmp_path: Path) -> None:

@@ -210,8 +210,8 @@ class RunDirectory:
             write_text(self.path / name, text)
 
     def write_json(self, name: str, body: Any) -> None:
-        """Writes JSON atomically, indented."""
-        self.write_text(name, json.dumps(body, indent=2) + "\n")
+        """Writes JSON atomically, indented, NaN and infinity as null."""
+        self.write_text(name, json.dumps(_without_nonfinite(body), indent=2) + "\n")
         if name == "summary.json":
             for listener in self._listeners:
                 listener.hear_summary(body)
@@ -288,6 +288,15 @@ class RunDirectory:
                 f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}. "
                 "Free some space or choose another directory"
             ) from error
+
+
+def _without_nonfinite(value: Any) -> Any:
+    """The value with None for each number that JSON has no word for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _without_nonfinite(each) for name, each in value.items()}
+    return [_without_nonfinite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _try_to_make(path: Path) -> None:
