@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
 from pathlib import Path
 
 import pytest
 
 from hf_algorithms import atomic_files
-from hf_algorithms.atomic_files import replace_folder
+from hf_algorithms.atomic_files import (
+    describe_refusal,
+    find_part,
+    link_folder,
+    replace_folder,
+    write_text,
+    writing_lines,
+)
 
 
 def make(folder: Path, text: str) -> Path:
@@ -47,3 +57,29 @@ def test_a_reader_always_finds_a_whole_folder(tmp_path: Path) -> None:
     ended.set()
     reader.join()
     assert not absent
+
+
+def test_the_reason_of_a_folder_is_that_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    monkeypatch.setattr(atomic_files, "_link_weights", refuse)
+    make(tmp_path / "a", "text")
+    with pytest.raises(shutil.Error) as caught:
+        link_folder(tmp_path / "a", tmp_path / "b")
+    assert caught.value.strerror is None
+    assert describe_refusal(caught.value) == os.strerror(errno.ENOSPC)
+    assert describe_refusal(PermissionError(errno.EACCES, "denied")) == "denied"
+
+
+def test_the_error_of_a_write_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_text(tmp_path / "a.json", "text")
+    assert caught.value.filename == str(tmp_path / "a.json")
+    with pytest.raises(OSError, match="No space left") as caught, writing_lines(tmp_path / "b.jsonl") as write:
+        write(["text"])
+    assert caught.value.filename == str(find_part(tmp_path / "b.jsonl"))

@@ -113,7 +113,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with directory.replacing("model") as folder:
         folder.mkdir()
         (folder / "weights").write_text("old")
-    with pytest.raises(FileNotFoundError), directory.replacing("model") as folder:
+    with pytest.raises(RunDirectoryError, match="No such file"), directory.replacing("model") as folder:
         (folder / "weights").write_text("into a folder that nobody made")
     assert (tmp_path / "model" / "weights").read_text() == "old"
 
@@ -181,3 +181,21 @@ def test_samples_with_half_a_character_are_written(tmp_path: Path) -> None:
     lines = (tmp_path / "run/samples/1.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line).get("note") for line in lines] == ["\ud83d", None]
     assert "\u00e9" in lines[1], "what a person reads stays as it is"
+
+
+def test_a_folder_that_does_not_fit_names_the_run(tmp_path: Path) -> None:
+    """As a model that moves to a full disk: the error of its files lists each of them."""
+
+    run = begun(tmp_path / "run")
+    says = r"^initial_model in run.output_dir='.*/run' cannot be written: No space left on device. Free some space"
+    with pytest.raises(RunDirectoryError, match=says), run.replacing("initial_model"):
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'")])
+
+
+def test_removing_takes_files_and_folders(tmp_path: Path) -> None:
+    run = begun(tmp_path / "run")
+    (run.path / "samples" / "4.jsonl").mkdir(parents=True)
+    (run.path / "samples" / "5.jsonl").touch()
+    for name in ("4.jsonl", "5.jsonl"):
+        run.remove(f"samples/{name}")
+    assert list((run.path / "samples").iterdir()) == []

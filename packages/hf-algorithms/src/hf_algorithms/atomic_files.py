@@ -12,6 +12,7 @@ from pathlib import Path
 from hf_protocols import ConfigError
 
 __all__ = [
+    "describe_refusal",
     "find_part",
     "link_folder",
     "refuse_unwritable",
@@ -37,7 +38,7 @@ def write_text(path: str | Path, text: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w", encoding="utf-8", newline="\n") as file:
+        with _naming(path), part.open("w", encoding="utf-8", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -66,7 +67,7 @@ def writing_lines(path: str | Path) -> Iterator[Callable[[Iterable[str]], None]]
     """
     path, part = Path(path), find_part(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with part.open("w", encoding="utf-8", newline="\n") as file:
+    with _naming(part), part.open("w", encoding="utf-8", newline="\n") as file:
 
         def write(lines: Iterable[str]) -> None:
             file.write("".join(f"{line}\n" for line in lines))
@@ -92,6 +93,14 @@ def refuse_unwritable(folder: Path, label: str) -> None:
         raise ConfigError(f"{label}: {place} is not a folder. Choose another path")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{label}: {place} cannot be written. Choose another path")
+
+
+def describe_refusal(error: OSError) -> str:
+    """Returns the reason of an error of the file system; of a folder's files, whose error lists all, that of one."""
+    if error.strerror or not isinstance(error, shutil.Error):
+        return error.strerror or str(error)
+    _, _, reason = error.args[0][0]
+    return str(reason).partition("] ")[2].partition(": ")[0] or str(reason)
 
 
 def sync(path: Path) -> None:
@@ -144,6 +153,16 @@ def replace_folder(fresh: Path, folder: Path) -> None:
             raise
         shutil.rmtree(earlier, ignore_errors=True)
     sync(folder.parent)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Has the error of a full disk name the file, which that of a write does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _link_weights(source: str, target: str) -> None:

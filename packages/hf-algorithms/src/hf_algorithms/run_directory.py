@@ -13,7 +13,7 @@ from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import Any, Protocol
 
-from hf_algorithms.atomic_files import replace_folder, sync, sync_tree, write_text
+from hf_algorithms.atomic_files import describe_refusal, replace_folder, sync, sync_tree, write_text
 from hf_algorithms.json_text import format_json
 from hf_algorithms.run_lock import RunLock, check_unlocked
 from hf_protocols import ConfigError, HybridFlowError
@@ -181,9 +181,13 @@ class RunDirectory:
             sync(path)
 
     def remove(self, name: str) -> None:
-        """Removes a folder."""
+        """Removes a file or a folder."""
         with self._reporting(name):
-            shutil.rmtree(self.path / name)
+            path = self.path / name
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
     def measure(self) -> dict[str, int]:
         """Returns the bytes of the files that grow, by their names; 0 for one that does not exist yet."""
@@ -250,11 +254,10 @@ class RunDirectory:
     @contextmanager
     def replacing(self, name: str) -> Iterator[Path]:
         """Yields a folder to fill; it replaces the folder `name` if the block ends without an error."""
-        self.require(name)
         fresh = self.path / f".{name}.part"
-        shutil.rmtree(fresh, ignore_errors=True)
-        yield fresh
         with self._reporting(name):
+            shutil.rmtree(fresh, ignore_errors=True)
+            yield fresh
             sync_tree(fresh)
             replace_folder(fresh, self.path / name)
 
@@ -285,7 +288,7 @@ class RunDirectory:
         except OSError as error:
             self.require(name)
             raise RunDirectoryError(
-                f"{name} in run.output_dir={str(self.path)!r} cannot be written: {error.strerror}. "
+                f"{name} in run.output_dir={str(self.path)!r} cannot be written: {describe_refusal(error)}. "
                 "Free some space or choose another directory"
             ) from error
 

@@ -99,7 +99,7 @@ class Resumption:
         path = self.directory.path
         for samples in (path / "samples").glob("*.jsonl"):
             if samples.stem.isdecimal() and int(samples.stem) > self.program.iteration:
-                samples.unlink()
+                self.directory.remove(f"samples/{samples.name}")
         self._remove_steps(".", self.program.iteration)
         for name, size in self.program.sizes.items():
             self.directory.truncate(name, size)

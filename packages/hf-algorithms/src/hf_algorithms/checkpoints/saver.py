@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hf_algorithms.atomic_files import link_folder
+from hf_algorithms.atomic_files import describe_refusal, link_folder
 from hf_algorithms.checkpoints.commit import (
     STEPS,
     WARM_START,
@@ -270,7 +270,7 @@ class Checkpoints:
         except OSError as error:
             raise RunDirectoryError(
                 f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
-                f"written: {error.strerror}. {_REMEDY}"
+                f"written: {describe_refusal(error)}. {_REMEDY}"
             ) from error
         except HybridFlowError as error:  # of a rank
             error.add_note(_REMEDY)

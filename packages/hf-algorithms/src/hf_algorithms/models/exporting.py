@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_algorithms.atomic_files import refuse_unwritable, write_text
+from hf_algorithms.atomic_files import describe_refusal, refuse_unwritable, write_text
 from hf_algorithms.models.model_source import ModelSource, find_model_source, holding_model
 from hf_engine import merge_adapter
 from hf_engine.model_directory import is_adapter
@@ -86,7 +86,7 @@ def export(
         fresh.replace(folder)
     except OSError as error:
         raise ConfigError(
-            f"{label}: cannot be written: {error.strerror or error}. Make room there, or choose another place"
+            f"{label}: cannot be written: {describe_refusal(error)}. Make room there, or choose another place"
         ) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
