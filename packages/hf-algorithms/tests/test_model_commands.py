@@ -397,7 +397,7 @@ def test_rows_of_python_are_named_by_their_keys(model: Path, rows: Path) -> None
     assert progress == [("mine", 2, 2)]
 
 
-def test_half_a_character_in_a_column_is_written(model: Path, tmp_path: Path) -> None:
+def test_an_unpaired_surrogate_in_a_column_is_written(model: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "note": "\\ud83d"}\n{"prompt": "2", "note": "\u00e9"}\n')
     generate(model, data=str(tmp_path / "rows.jsonl"), output=tmp_path / "out.jsonl", max_new_tokens=2)
     assert [each["note"] for each in read(tmp_path / "out.jsonl")] == ["\ud83d", "\u00e9"]

@@ -181,7 +181,7 @@ def test_other_hosts_and_bad_addresses_are_refused(address: str, says: str) -> N
     assert HTTPScorer("http://[::1]:8000").url
 
 
-def test_half_a_character_in_a_column_is_sent(url: str) -> None:
+def test_an_unpaired_surrogate_in_a_column_is_sent(url: str) -> None:
     scoring = ScoringFunctions([FunctionSpec(name="server", function=f"{url}/half")], num_processes=0)
     rows = [{"note": "\ud83d"}, {"note": "\u00e9"}]
     (scored,) = scoring.score(Samples(prompts=["p"] * 2, responses=["a", "bb"], answers=["1"] * 2, columns=rows))

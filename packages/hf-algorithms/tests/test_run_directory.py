@@ -174,7 +174,7 @@ def test_commits_on_another_disk_go_with_their_run(tmp_path: Path) -> None:
     assert (path / "steps").resolve() == disk, "later commits go there"
 
 
-def test_samples_with_half_a_character_are_written(tmp_path: Path) -> None:
+def test_samples_with_an_unpaired_surrogate_are_written(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
     run.append_samples(1, [{"note": "\ud83d", "text": "\u00e9"}, {"text": "\u00e9"}])
     run.close()

@@ -10,10 +10,10 @@ __all__ = ["format_json"]
 
 
 def format_json(body: Any, *, default: Callable[[Any], Any] | None = None) -> str:
-    """Returns JSON on one line with characters as they are, unless one of them is half of a pair: then all are escaped.
+    """Returns JSON on one line with characters as they are, unless one is an unpaired surrogate: then all are escaped.
 
     Args:
-        body: what `json.dumps` takes; columns that nothing reads may have halves.
+        body: what `json.dumps` takes; columns that nothing reads may have surrogates.
         default: of `json.dumps`.
     """
     text = json.dumps(body, ensure_ascii=False, default=default)
