@@ -457,7 +457,7 @@ def _write_steps(run: Path) -> None:
     counts = {"planned": 24, "trained": 18, "filtered": 0, "dropped": 6, "in_flight": 0}
     program = Program(
         iteration=3, state={"multiplier": {"value": 0.5}}, summary={"iterations": 3}, totals={"wall_s": 2.0},
-        ledger=counts, data={"rows": 4}, generators=save_generators(), sizes={"metrics.jsonl": 100},
+        ledger=counts, data={"rows_drawn": 4, "rows": 4}, generators=save_generators(), sizes={"metrics.jsonl": 100},
     )  # fmt: skip
     write_program(step, program)
     write_commit(step, 3, [], ledger=counts, versions={"torch": "2.13"})

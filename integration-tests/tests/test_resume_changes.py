@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_algorithms import train
+from hf_algorithms.config import load_config
+from hf_algorithms.data import RowOrder, load_rows
 from hf_algorithms.run_directory import ORIGIN
 from hf_protocols import ConfigError, HybridFlowError
 from small_runs import Outcome, read_metrics, without_times
@@ -47,6 +49,25 @@ def test_a_resume_that_fails_leaves_the_run_as_it_was(run: Path, hybridflow: Cal
         assert hybridflow("train", "--resume", each, *more).exit_code == 0
     assert without_times(read_metrics(run)) == without_times(read_metrics(whole))
     assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+def read_planned(run: Path) -> list[list[int]]:
+    """Epoch, row and attempt of the prompts of a run, in the order of their draws."""
+    lines = [json.loads(line) for line in (run / "ledger.jsonl").read_text().splitlines()]
+    return [prompt for line in lines if line["state"] == "planned" for prompt in line["prompts"]]
+
+
+def test_smaller_batches_go_on_where_the_rows_were(run: Path, hybridflow: Callable[..., Outcome]) -> None:
+    """Each row comes once in an epoch, also where the size of batches changes."""
+    before = read_planned(run)
+    changes = as_words("run.iterations=4", "rollout.batch_size=3", "algorithm.mini_batches=1")
+    words = [word for key in ("rollout.batch_size", "algorithm.mini_batches") for word in ("--allow-changed", key)]
+    outcome = hybridflow("train", "--resume", run, *changes, *words)
+    assert outcome.exit_code == 0, outcome.errors
+    config = load_config(run / "config.toml")
+    order = RowOrder([len(load_rows(str(config.data.train)))])
+    wanted = order.draw_from(0, len(before) + 6, seed=config.run.seed)
+    assert read_planned(run) == [[epoch, row, 0] for epoch, row in wanted]
 
 
 def test_a_run_that_was_shortened_exports_its_last_model(run: Path, hybridflow: Callable[..., Outcome]) -> None:

@@ -96,8 +96,8 @@ def test_a_step_without_commit_is_ignored(tmp_path: Path) -> None:
 def test_the_programs_state_comes_back_with_its_generators(tmp_path: Path) -> None:
     state = {"multiplier": {"value": 0.1, "costs": [1e-17, -0.0]}, "seen": 3}
     program = Program(
-        iteration=2, state=state, summary={}, totals={"wall_s": 1.5}, ledger={}, data={}, sizes={"metrics.jsonl": 3},
-        generators=save_generators(),
+        iteration=2, state=state, summary={}, totals={"wall_s": 1.5}, ledger={}, data={"rows_drawn": 8},
+        sizes={"metrics.jsonl": 3}, generators=save_generators(),
     )  # fmt: skip
     write_program(tmp_path, program)
     drawn = [random.random(), float(np.random.rand()), float(torch.rand(()))]

@@ -97,10 +97,11 @@ def test_a_rollback_is_a_restart_that_passes_draws_over(tmp_path: Path) -> None:
 
     directory = RunDirectory(tmp_path / "run")
     directory.begin()
-    program = Program(iteration=7, state={}, summary={}, totals={}, ledger={}, data={}, generators={}, sizes={},
-                      skipped_draws=3)  # fmt: skip
+    program = Program(iteration=7, state={}, summary={}, totals={}, ledger={}, data={"rows_drawn": 20},
+                      generators={}, sizes={}, skipped_draws=3)  # fmt: skip
     ledger, order = Ledger(directory), RowOrder([64])
-    restarts.drop_skipped(ledger, order, program, batch_size=2, samples=3, seed=1)
+    restarts.continue_draws(ledger, order, program, batch_size=2, samples=3, seed=1)
+    assert [restarts.count_drawn(iteration, 2) for iteration in (7, 8)] == [22, 24]
     assert ledger.counts == count_ledger(directory.path / LEDGER)
     assert ledger.counts == {"planned": 6, "trained": 0, "filtered": 0, "dropped": 6, "in_flight": 0}
     (draw,) = [order.draw(2, iteration=10, seed=1)]

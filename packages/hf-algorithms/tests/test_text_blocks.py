@@ -109,7 +109,15 @@ def test_blocks_come_once_in_an_epoch_of_the_whole_run(tokenizer: PreTrainedToke
         found: list[int] = []
         data = PromptDataset(rows, tokenizer, turns=turns)
         for iteration, numbers in enumerate(asked, start=1):
-            draws = PromptDraws(data, 1, iteration=iteration, seed=seed, pretraining=blocks, num_learned=len(found))
+            draws = PromptDraws(
+                data,
+                1,
+                position=iteration - 1,
+                iteration=iteration,
+                seed=seed,
+                pretraining=blocks,
+                num_learned=len(found),
+            )
             for number in numbers:
                 found += draws.pretraining(number, max_response_tokens=1)["row_id"].tolist()
             assert draws.num_learned == len(found)

@@ -30,7 +30,7 @@ class Program:
         summary: numbers of `summary.json` that an uninterrupted run would have.
         totals: sums from which such numbers are computed.
         ledger: samples by state.
-        data: position in the training rows.
+        data: `rows_drawn` of the training rows so far, and how many `rows` there are.
         generators: of the program's random numbers.
         sizes: bytes of the files that grow, by their names.
         best: scores of the commits that `run.keep_best` keeps, by iteration.
@@ -89,7 +89,8 @@ def _is_program(program: Program) -> bool:
     numbers = (*_values_of(program.totals), *_values_of(program.ledger), *_values_of(program.sizes))
     is_counted = all(type(each) in (int, float) and each >= 0 for each in numbers)
     are_numbers = type(program.iteration) is type(program.skipped_draws) is int and program.skipped_draws >= 0
-    return is_counted and are_numbers and all(isinstance(each, Mapping) for each in tables)
+    are_tables = all(isinstance(each, Mapping) for each in tables)
+    return is_counted and are_numbers and are_tables and type(program.data.get("rows_drawn")) is int
 
 
 def _values_of(table: Any) -> list[Any]:

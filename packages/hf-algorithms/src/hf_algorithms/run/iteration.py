@@ -36,6 +36,7 @@ class RunIteration:
         state: of the run, see `StepContext.state`.
         iteration: from 1.
         sampling: how responses are drawn; its step numbers the draw of prompts, too.
+        position: rows that the run has drawn before.
         shown: batches that the step showed.
     """
 
@@ -46,6 +47,7 @@ class RunIteration:
     state: dict[str, Any]
     iteration: int
     sampling: SamplingParams
+    position: int
     shown: list[BatchFuture] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -53,6 +55,7 @@ class RunIteration:
         self._draws = PromptDraws(
             self.inputs.train,
             rollout.batch_size,
+            position=self.position,
             iteration=self.sampling.step,
             seed=self.config.run.seed,
             pretraining=self.inputs.pretraining,
@@ -100,7 +103,8 @@ class PromptDraws:
     Args:
         data: the training set.
         batch_size: prompts of `first`.
-        iteration: from 1.
+        position: rows that the run has drawn before.
+        iteration: from 1; numbers the order of `more`.
         seed: of the run.
         pretraining: the rows of `pretraining`; those of `data` by default.
         num_learned: rows that `pretraining` returned in earlier iterations.
@@ -111,6 +115,7 @@ class PromptDraws:
         data: PromptDataset,
         batch_size: int,
         *,
+        position: int,
         iteration: int,
         seed: int,
         pretraining: PromptDataset | TextBlocks | None = None,
@@ -119,7 +124,7 @@ class PromptDraws:
         self._data = data
         self._pretraining = pretraining or data
         self._iteration, self._seed = iteration, seed
-        drawn = data.order.draw(batch_size, iteration=iteration - 1, seed=seed)
+        drawn = data.order.draw_from(position, batch_size, seed=seed)
         self._epochs = [epoch for epoch, _ in drawn]
         self._rows = [row for _, row in drawn]
         self._num_drawn = 0

@@ -223,27 +223,27 @@ class _Run:
         self._display.phase("evaluating the starting point")
         self._commit_model(0)
         self._summary["score_before"] = self._evaluate("test", 0)
-        self._drop_skipped(None)
+        self._continue_draws(None)
         if self._config.warm_start.max_steps:
             self._end_iteration(self._checkpoints, 0, is_last=True)
 
     def _continue(self, resume: Resumption, program: Program) -> None:
         """Takes over what the last commit holds."""
         self._display.phase(f"resuming after iteration {program.iteration}")
-        self._note_progress(program.iteration)
         if self._config.warm_start.max_steps:
             self._load_warm_model()
         self._state.update(program.state)
         self._busy_s, self._num_tokens = program.totals["busy_s"], program.totals["tokens"]
         self._ledger = Ledger(self._directory, program.ledger)
-        self._drop_skipped(program)
+        self._continue_draws(program)
+        self._note_progress(program.iteration)
         self._summary.restore(program)
         self._checkpoints.restore(program)
         resume.load(self._roles)
 
-    def _drop_skipped(self, program: Program | None) -> None:
+    def _continue_draws(self, program: Program | None) -> None:
         rollout = self._config.rollout
-        self._restarts.drop_skipped(
+        self._restarts.continue_draws(
             self._ledger,
             self._inputs.train.order,
             program,
@@ -315,6 +315,7 @@ class _Run:
             self._state,
             iteration,
             self._sampling(iteration + self._restarts.skipped_draws),
+            self._count_drawn(iteration - 1),
         )
         prompts, context = current.first(), current.context()
         with self._executor.trace.label(iteration=iteration):
@@ -390,7 +391,7 @@ class _Run:
 
     def _count_drawn(self, iteration: int) -> int:
         """Prompts that the run has drawn after an iteration, without refills."""
-        return (iteration + self._restarts.skipped_draws) * self._config.rollout.batch_size
+        return self._restarts.count_drawn(iteration, self._config.rollout.batch_size)
 
     def _write_samples(self, iteration: int, shown: Sequence[BatchFuture]) -> None:
         """Writes down some responses of the last batch that the step showed."""

@@ -59,6 +59,7 @@ class Restarts:
     _failed: set[int] = field(default_factory=set, init=False)
     _is_due: bool = field(default=False, init=False)
     _refused: int | None = field(default=None, init=False)
+    _shift: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.stop = RunStop(self.config, time.monotonic(), self._settle)
@@ -111,15 +112,27 @@ class Restarts:
             self.skipped_draws += self._refused - start
             self._refused = None
 
-    def drop_skipped(
+    def continue_draws(
         self, ledger: Ledger, order: RowOrder, program: Program | None, *, batch_size: int, samples: int, seed: int
     ) -> None:
-        """Plans and drops the samples of draws that were passed over after the commit from which the run goes on."""
+        """Draws go on after those of the commit from which the run does, and after those that rollbacks pass over.
+
+        The samples of draws that are passed over are planned and dropped.
+        """
         iteration, known = (0, 0) if program is None else (program.iteration, program.skipped_draws)
+        position = 0 if program is None else program.data["rows_drawn"]
+        # A resume may change the size of batches: draws go on where they were.
+        self._shift = position - (iteration + known) * batch_size
         if self.skipped_draws > known:
-            position, num_rows = (iteration + known) * batch_size, (self.skipped_draws - known) * batch_size
-            drawn = order.draw_from(position, num_rows, seed=seed)
+            drawn = order.draw_from(position, (self.skipped_draws - known) * batch_size, seed=seed)
             ledger.drop(iteration + 1, samples, [(epoch, row, 0) for epoch, row in drawn])
+
+    def count_drawn(self, iteration: int, batch_size: int) -> int:
+        """Rows that the run has drawn after an iteration, those that rollbacks passed over included, without refills.
+
+        The next iteration draws from there on.
+        """
+        return self._shift + (iteration + self.skipped_draws) * batch_size
 
     def measure(self) -> dict[str, float]:
         """Returns `rollback/count` of an iteration: the rollbacks of the run so far; nothing where it makes none."""

@@ -363,7 +363,7 @@ class _SupervisedRun:
                 self._checkpoints.restore(resume.program)
                 resume.load(self._roles)
                 record()
-            self._restarts.drop_skipped(
+            self._restarts.continue_draws(
                 self._ledger,
                 self._inputs.order,
                 None if resume is None else resume.program,
@@ -388,7 +388,8 @@ class _SupervisedRun:
         config, data = self._config, self._inputs.train
         start_s = time.perf_counter()
         draw = iteration + self._restarts.skipped_draws
-        drawn = self._inputs.order.draw(self._batch_size, iteration=draw - 1, seed=config.run.seed)
+        position = self._restarts.count_drawn(iteration - 1, self._batch_size)
+        drawn = self._inputs.order.draw_from(position, self._batch_size, seed=config.run.seed)
         rows = [row for _, row in drawn]
         self._ledger.begin(iteration, 1)
         self._ledger.plan([(epoch, row, 0) for epoch, row in drawn])
@@ -432,7 +433,7 @@ class _SupervisedRun:
             state={},
             totals={"busy_s": self._busy_s, "wall_s": self._summary.wall_s},
             ledger=self._ledger,
-            data={"rows_drawn": draw * self._batch_size, "rows": len(data)},
+            data={"rows_drawn": position + self._batch_size, "rows": len(data)},
             skipped_draws=self._restarts.skipped_draws,
         )
 
