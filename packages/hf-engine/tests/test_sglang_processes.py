@@ -50,6 +50,8 @@ def start():
     [
         ({"tp_size": 2}, "engine_options={'tp_size': 2} would change tp_size, which is set by the other arguments"),
         ({"log_level": "info", "sampling_backend": "pytorch"}, "would change sampling_backend, which"),
+        ({"preferred_sampling_params": {"repetition_penalty": 1.2}}, "would change preferred_sampling_params, which"),
+        ({"speculative_algorithm": "NGRAM"}, "would change speculative_algorithm, which"),
         (5, "engine_options=5. Use a table of SGLang's server arguments"),
     ],
 )

@@ -82,7 +82,7 @@ def check_rollout_backend(
         (expected,) = (group for group in topology.groups("gen_tp") if dist.get_rank() in group)
         found = backend.replica_ranks()
         assert found == expected, f"rank {dist.get_rank()} generates with {found}, the topology says {expected}"
-    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7)):
+    for temperature, top_k, top_p in ((1.0, 0, 1.0), (0.6, 0, 1.0), (1.3, 5, 1.0), (1.0, 0, 0.7), (0.6, 1, 1.0)):
         laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=temperature, top_k=top_k, top_p=top_p, n=3))
     laws.check_sampling(SamplingParams(max_new_tokens=5, temperature=0.6, greedy=True))
     laws.check_seeds()

@@ -40,6 +40,11 @@ class SglangServer:
         name = f"the SGLang server at {connection.url}"
         require_version(name, info["version"], *_VERSIONS)
         model = connection.get("/model_info")
+        if preferred := model.get("preferred_sampling_params"):
+            raise BackendError(
+                f"{name} has --preferred-sampling-params {show(preferred)}, which would change what every sample is "
+                "drawn from. Start it without"
+            )
         self._on_cpu = info.get("device") == "cpu"
         chosen = "float16" if dtype == "float32" else dtype
         (card, *_) = connection.get("/v1/models")["data"]
@@ -86,7 +91,7 @@ class SglangServer:
         }
         num_tokens = sum(map(len, prompts)) + len(prompts) * sampling.max_new_tokens
         answers = self._connection.post("/generate", body, num_tokens=num_tokens)
-        return [self._read(answer["meta_info"]) for answer in answers]
+        return [self._read(answer["meta_info"]) for _, answer in zip(prompts, answers, strict=True)]
 
     def load_weights(self, directory: Path, stamp: str) -> None:
         """See `Dialect`."""
@@ -128,13 +133,15 @@ class SglangServer:
 
 
 def _translate(sampling: SamplingParams) -> dict[str, Any]:
-    """SGLang reports greedy log-probs without the temperature, but not those of a draw from the most likely token."""
+    """SGLang takes top_k = 1 as greedy, and reports greedy log-probs without the temperature. A tiny top_p leaves the
+    most likely token alone, too, and is reported with the temperature.
+    """
     drawn = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or -1,
     }
-    if not sampling.greedy:
+    if not sampling.greedy and sampling.top_k != 1:
         return drawn
     return drawn | ({"top_p": 1.0, "top_k": 1} if sampling.temperature == 1 else {"top_p": 1e-6, "top_k": -1})

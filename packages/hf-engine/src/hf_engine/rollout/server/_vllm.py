@@ -23,6 +23,13 @@ _VERSIONS = (0, 32), (0, 33)
 _GENERATE = "/inference/v1/generate"
 _NO_LOGPROB = -9999.0
 """Value that vLLM sends in place of a log-prob that is not finite."""
+_LIKELIEST = {
+    "token_ids": [0],
+    "sampling_params": {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False},
+}
+"""A request for the most likely token, of which a model's logit is rarely below 0."""
+_LEAST_TEMPERATURE = 0.01
+"""vLLM draws at this temperature where a lower one is requested."""
 _NUM_REQUESTS = 256
 """Requests under way at once: there is one for every sample, each with its seed."""
 _RESUME_TIMEOUT_S = 10.0
@@ -86,6 +93,11 @@ class VllmServer:
                 )
             if sampling.greedy and sampling.temperature != 1:
                 return "greedy log-probs are those of temperature 1. Set temperature to 1"
+            if sampling.temperature < _LEAST_TEMPERATURE:
+                return (
+                    f"vLLM draws at temperature {_LEAST_TEMPERATURE} instead of lower ones. Raise temperature, or set "
+                    "greedy to True and temperature to 1"
+                )
         elif sampling.temperature != 1:
             return (
                 "--logprobs-mode raw_logprobs reports log-probs at temperature 1. Set temperature to 1, or start the "
@@ -104,6 +116,7 @@ class VllmServer:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": list(stops),
+            "ignore_eos": True,  # the tokenizer's, which may not be the model's; those are among the stops
             "logprobs": 0,
             "detokenize": False,
         }
@@ -159,8 +172,12 @@ class VllmServer:
         answer = self._connection.find(_GENERATE, _only(0))
         if answer is None:
             raise BackendError(f"{self.facts.name} takes no token ids. Start it with --enable-scale-out")
-        logprob: float = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
-        return logprob == 0
+        if _first_logprob(self._connection.find(_GENERATE, _LIKELIEST)) > 0:
+            raise BackendError(
+                f"{self.facts.name} reports logits in place of log-probs. Start it with --logprobs-mode raw_logprobs "
+                "or processed_logprobs"
+            )
+        return _first_logprob(answer) == 0
 
     def _read(self, choice: Mapping[str, Any]) -> Sample:
         if choice["finish_reason"] not in ("stop", "length"):
@@ -172,6 +189,11 @@ class VllmServer:
             is_stopped=choice["finish_reason"] == "stop",
             stamp=" and ".join(span["version"] for span in choice["weight_versions"]),
         )
+
+
+def _first_logprob(answer: Mapping[str, Any]) -> float:
+    logprob: float = answer["choices"][0]["logprobs"]["content"][0]["logprob"]
+    return logprob
 
 
 def _only(token_id: int) -> dict[str, Any]:

@@ -26,6 +26,8 @@ __all__ = ["EngineModel", "build_options", "check_cache_rows", "check_more"]
 _OURS: dict[str, Any] = {
     "sampling_backend": SAMPLER,
     "enable_custom_logit_processor": True,
+    "preferred_sampling_params": None,
+    "speculative_algorithm": None,
     "custom_weight_loader": [LOADER],
     "skip_tokenizer_init": True,
     "trust_remote_code": False,
