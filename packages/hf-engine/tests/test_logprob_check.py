@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_engine import LOGPROB_BOUNDS, check_logprobs, find_coarsest, measure_logprob_gap
+from hf_engine import LOGPROB_BOUNDS, LogprobGap, check_logprobs, find_coarsest, measure_logprob_gap
 from hf_protocols import ReshardError
 
 
@@ -15,6 +15,13 @@ def test_the_gap_is_over_tokens_of_ragged_rows():
     gap = measure_logprob_gap(jagged([-1.0, -2.0], [-3.0]), jagged([-1.5, -2.0], [-4.0]))
     assert (gap.mean, gap.max, gap.num_tokens) == (0.5, 1.0, 3)
     assert measure_logprob_gap(torch.empty(0), torch.empty(0)).num_tokens == 0
+
+
+def test_numbers_between_the_rows_do_not_count():
+    sparse = torch.tensor([9.0, -1.0, -2.0, float("nan"), -3.0])
+    bounds = torch.tensor([1, 4, 5])
+    holes = torch.nested.nested_tensor_from_jagged(sparse, bounds, lengths=torch.tensor([2, 1]))
+    assert measure_logprob_gap(holes, jagged([-1.5, -2.0], [-4.0])) == LogprobGap(mean=0.5, max=1.0, num_tokens=3)
 
 
 @pytest.mark.parametrize("dtype", LOGPROB_BOUNDS)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from hf_engine.backends.jagged import Ragged
 from hf_protocols.errors import ReshardError
 from hf_protocols.validation import Checks, show
 
@@ -50,7 +51,7 @@ def measure_logprob_gap(rollout: torch.Tensor, recomputed: torch.Tensor) -> Logp
     """
     for name, column in (("rollout", rollout), ("recomputed", recomputed)):
         _check.kind(name, column, torch.Tensor, "a tensor of log-probs")
-    ours, theirs = (column.values() if column.is_nested else column.reshape(-1) for column in (recomputed, rollout))
+    ours, theirs = (Ragged(each).packed if each.is_nested else each.reshape(-1) for each in (recomputed, rollout))
     if ours.shape != theirs.shape:
         raise ReshardError(
             f"{len(theirs)} log-probs of the sampler and {len(ours)} recomputed ones are not of one batch"
