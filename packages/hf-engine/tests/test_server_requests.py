@@ -6,8 +6,15 @@ import pytest
 import torch
 
 from hf_engine import SamplingParams
+from hf_engine.model_directory import read_model_directory
+from hf_engine.rollout.engine_rules import require_known_layout
+from hf_engine.rollout.server import ServerBackend
+from hf_engine.rollout.server._connection import LostServerError
+from hf_engine.rollout.server._files import WeightFiles
 from hf_engine.rollout.server._sglang import SglangServer
 from hf_engine.rollout.server._vllm import VllmServer
+from hf_engine.testing import write_tiny_model
+from hf_engine.testing._cases import build_prompts
 from hf_protocols import BackendError
 
 LOGITS = torch.tensor([1.0, 2.5, 0.5, 1.5])
@@ -63,7 +70,7 @@ class Vllm:
     url = "http://127.0.0.1:1"
 
     def __init__(self, mode):
-        self._mode = mode
+        self._mode, self.is_gone = mode, False
 
     def get(self, path):
         return {"/v1/models": {"data": [{"max_model_len": 48}]}}[path]
@@ -77,6 +84,8 @@ class Vllm:
         return {"/weight_info": {"weight_version": "default"}}.get(path)
 
     def post(self, path, body, *, num_tokens=0):
+        if self.is_gone:
+            raise LostServerError("nothing answers")
         if path == "/collective_rpc":
             return {"results": ["LlamaForCausalLM"]}
         return {"choices": [_draw_as_vllm(body["sampling_params"], self._mode)]}
@@ -151,3 +160,30 @@ def test_vllm_reports_the_temperature_or_it_is_refused(temperature):
     if refusal is None:
         (sample, _) = server.generate(PROMPTS, SEEDS, sampling, [])
         assert sample.logprobs == pytest.approx([float((LOGITS / temperature).log_softmax(-1)[LIKELIEST])], abs=1e-6)
+
+
+def draw_from_another_mode(model):
+    gone = find_vllm("processed_logprobs")
+    backend = ServerBackend(
+        gone,
+        find=lambda: find_vllm("raw_logprobs"),
+        restart_timeout_s=60.0,
+        num_servers=1,
+        some_can_release=False,
+        directory=model,
+        shape=require_known_layout(read_model_directory(model)),
+        stops=frozenset(),
+        files=WeightFiles(model / "weights", "run", 0),
+    )
+    prompts, cold = build_prompts(2, vocab_size=64), SamplingParams(max_new_tokens=1, temperature=0.5)
+    wanted = pytest.approx(float((LOGITS / 0.5).log_softmax(-1)[LIKELIEST]), abs=1e-6)
+    assert backend.generate(prompts, cold)["rollout_logprobs"].values().tolist() == [wanted] * 2
+    gone._connection.is_gone = True
+    with pytest.raises(BackendError, match=r"cannot generate with .*raw_logprobs reports log-probs at temperature 1"):
+        backend.generate(prompts, cold)
+
+
+def test_a_server_that_restarts_in_another_mode_is_refused(ranks1, tmp_path):
+    model = write_tiny_model(tmp_path)
+    ranks1.run(draw_from_another_mode, model)
+    assert not (model / "weights").exists(), "no weights were sent"

@@ -260,13 +260,19 @@ class ServerBackend:
         from hf_engine.rollout.stop_strings import load_stop_strings
 
         read_prompts(batch, sampling, vocab_size=self._vocab_size, positions=self._max_positions, ends=self._stops)
-        self._require_ready(sampling)
+        self._state.check_ready()
+        self._refuse_unsupported(self._server, sampling)
         strings = load_stop_strings(self._directory, sampling)
         prompts = [row.tolist() for row in batch["prompt_ids"].unbind() for _ in range(sampling.n)]
         seeds = draw_seeds(batch["row_id"], sampling).tolist()
         stops = sorted(self._stops | set(sampling.stop_token_ids))
+
+        def draw(server: Dialect) -> list[Sample]:
+            self._refuse_unsupported(server, sampling)  # one that was started again may report other log-probs
+            return server.generate(prompts, seeds, sampling, stops)
+
         with expected_form(self._server.facts.url):
-            samples = self._ask(lambda server: server.generate(prompts, seeds, sampling, stops)) if prompts else []
+            samples = self._ask(draw) if prompts else []
         self._check_stamps(samples)
         if strings is not None:
             samples = [sample.cut(strings.cut(sample.token_ids)) for sample in samples]
@@ -328,10 +334,9 @@ class ServerBackend:
     def _freed_bytes(self) -> int:
         return self._cache_bytes if self._has_freed else 0
 
-    def _require_ready(self, sampling: SamplingParams) -> None:
-        self._state.check_ready()
-        if problem := self.find_unsupported(sampling):
-            raise BackendError(f"{self._server.facts.name} cannot generate with {sampling}: {problem}")
+    def _refuse_unsupported(self, server: Dialect, sampling: SamplingParams) -> None:
+        if problem := server.find_unsupported(sampling):
+            raise BackendError(f"{server.facts.name} cannot generate with {sampling}: {problem}")
 
     def _check_stamps(self, samples: Sequence[Sample]) -> None:
         if foreign := {sample.stamp for sample in samples} - {self._stamp}:
