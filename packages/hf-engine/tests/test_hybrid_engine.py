@@ -86,6 +86,37 @@ def test_generation_sees_the_trained_weights(ranks2, tmp_path, training_weights)
     assert total == (VOCAB_SIZE * 64 + 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 96 + 128) + 64) * 4
 
 
+def share_a_rollout_backend(first, second):
+    """Greedy responses of two engines with one rollout backend, in turns, and what plain generation gives of each."""
+    topology, prompts = Topology(ParallelSpec(), GenerationSpec()), build_prompts(2, vocab_size=VOCAB_SIZE)
+    rollout = load_rollout_backend("transformers").build(first, topology=topology)
+    trains = [
+        load_train_backend("fsdp").build(each, topology=topology, config=TrainConfig(learning_rate=1e-2))
+        for each in (first, second)
+    ]
+    engines = [HybridEngine(train, rollout, topology, training_weights="keep") for train in trains]
+    found, moved = [], []
+    for number in (0, 1, 1, 0):
+        with engines[number].generation():
+            responses = engines[number].generate(prompts, GREEDY)
+        found.append([row.tolist() for row in rows_of(responses["response_ids"])])
+        moved.append(engines[number].last_transition.seconds > 0)
+    models = [AutoModelForCausalLM.from_pretrained(each, dtype=torch.float32).eval() for each in (first, second)]
+    plain = [
+        [greedy_response(model, prompt, 6, frozenset()).tolist() for prompt in rows_of(prompts["prompt_ids"])]
+        for model in models
+    ]
+    return found, plain, moved
+
+
+def test_engines_that_share_a_rollout_backend_take_turns(ranks1, tmp_path):
+    models = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    ((found, (first, second), moved),) = ranks1.run(share_a_rollout_backend, *models)
+    assert first != second
+    assert found == [first, second, second, first]
+    assert moved == [True, True, False, True]
+
+
 def count_calls_between_steps(model, options, is_streamed):
     """Calls of torch.distributed on the way into generation and out of it: after a step, and without a change."""
     train, rollout, engine = build_engine(model, model, **options)

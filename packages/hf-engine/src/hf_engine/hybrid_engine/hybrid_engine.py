@@ -55,6 +55,9 @@ _TrainingWeights = Literal["move", "keep", "offload"]
 
 _check = Checks(BackendError)
 
+_HOLDERS: dict[int, int] = {}
+"""By the id of a rollout backend, that of the engine whose weights it has: two engines may share one."""
+
 
 class HybridEngine:
     """Moves the weights of a training backend into a rollout backend on the same ranks (paper, section 5).
@@ -191,7 +194,11 @@ class HybridEngine:
         held, changes = self._held, self._train.weight_changes
         has_changed = changes != held.changes
         version = held.version + has_changed
-        checked, need = self._agree(version, self._way.find_need(is_stale=has_changed or not self._is_current))
+        is_own = _HOLDERS.pop(id(self._rollout), None) == id(self)
+        if not is_own:
+            self._way.forget()
+        is_current = is_own and self._is_current and not has_changed
+        checked, need = self._agree(version, self._way.find_need(is_stale=not is_current))
         with ExitStack() as undo:
             undo.push(self._leave_after)
             self._is_current = False
@@ -204,6 +211,7 @@ class HybridEngine:
             fed_bytes=moved.fed_bytes,
         )
         self._held = _Held(version, changes)
+        _HOLDERS[id(self._rollout)] = id(self)
         self._is_current = self._is_generating = True
 
     def _agree(self, version: int, need: WeightNeed) -> tuple[CheckedWeights | None, WeightNeed]:
@@ -297,6 +305,7 @@ class HybridEngine:
         if self._is_closed:
             return
         self._is_closed = True
+        _HOLDERS.pop(id(self._rollout), None)
         del self._way  # it holds communication buffers and the group, whose threads end with what refers to it
         with ExitStack() as each:  # in the reverse order, even if one of them raises
             each.callback(self._end_group)

@@ -82,13 +82,16 @@ class StreamedTransition(WeightTransition):
         needs_base = self._adapters is None or self._base is None or self._base != self._base_changes
         return WeightNeed.ALL if needs_base else WeightNeed.ADAPTERS
 
+    def forget(self) -> None:
+        self._base = None
+
     def check(self, weights: Weights) -> CheckedWeights:
         return CheckedWeights(self._stream.check(weights), {})
 
     def enter(self, version: int, checked: CheckedWeights | None, need: WeightNeed) -> MovedWeights:
         moved = MovedWeights()
         with ExitStack() as undo:
-            undo.callback(self._forget)
+            undo.callback(self.forget)
             if checked is not None:
                 received = self._feed(checked.source, version, need)
                 self._commit(version)
@@ -140,10 +143,6 @@ class StreamedTransition(WeightTransition):
     def _load(self, shards: Mapping[str, Sequence[torch.Tensor]]) -> None:
         self._fed_bytes += sum(part.nbytes for parts in shards.values() for part in parts)
         self._loading.load_shards(shards)
-
-    def _forget(self) -> None:
-        """Has the next transition send everything, as the engine's weights are not known any more."""
-        self._base = None
 
     @property
     def _base_changes(self) -> int:

@@ -113,6 +113,9 @@ class WeightTransition(ABC):
             is_stale: the training weights are not those that generation had last.
         """
 
+    def forget(self) -> None:  # noqa: B027 - a way that moves everything each time has nothing to forget
+        """Has the next `enter` move everything: what the rollout backend has is not known."""
+
     @abstractmethod
     def check(self, weights: Weights) -> CheckedWeights:
         """Returns what `enter` takes. Not collective.
