@@ -15,7 +15,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms import derive_dataflow
+from hf_algorithms import derive_dataflow, train
 from hf_algorithms.config import format_toml, load_config, parse_config
 from hf_algorithms.recipes import (
     ACTOR,
@@ -91,6 +91,39 @@ def test_a_worker_is_a_class_or_its_name() -> None:
     }.items():
         with pytest.raises(ConfigError, match=f"^worker of role 'judge': '{worker}' {message}"):
             Role(name="judge", worker=worker).load_worker()
+
+
+@pytest.mark.parametrize(
+    ("worker", "message"),
+    [
+        (3, r"3 is not a class\. Name a Worker"),
+        (ActorWorker.__init__, r"is not a class\. Name a Worker"),
+        (dict, r"<class 'dict'> is not a Worker\. Derive the class from hf_controller\.Worker"),
+        ("{stem}:Other", r"is not a Worker\. Derive"),
+        ("{stem}_raises:Other", r"cannot be imported: ZeroDivisionError: .*\n  at .*_raises\.py:1"),
+    ],
+)
+def test_what_is_not_a_worker_is_refused_by_its_role(module: Path, worker: Any, message: str) -> None:
+    module.write_text("class Other: ...")
+    module.with_name(f"{module.stem}_raises.py").write_text("1 / 0")
+    sys.path.append(str(module.parent))
+    given = worker.format(stem=module.stem) if isinstance(worker, str) else worker
+    own: Any = make(ACTOR, Role(name="judge", worker=given))
+    with pytest.raises(ConfigError, match=f"^worker of role 'judge': .*{message}"):
+        derive_dataflow(own, OwnConfig(), SamplingParams(max_new_tokens=4), num_prompts=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"starts_from": Path("models/judge")}, r"starts_from is PosixPath.*\. Give a role's name, or a directory"),
+        ({"has_model": "yes"}, r"has_model is 'yes'\. Give True or False"),
+        ({"kwargs": [("a", 1)]}, r"kwargs is \[\('a', 1\)\]\. Give a mapping"),
+    ],
+)
+def test_a_role_of_wrong_parts_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^role 'judge': {message}"):
+        Role(name="judge", worker="x:Y", **fields)
 
 
 def test_roles_that_contradict_one_another_are_refused() -> None:
@@ -413,3 +446,56 @@ def test_a_recipe_is_not_taken_for_its_namesake(module: Path, form: str) -> None
     assert load("first") is load("first")
     with pytest.raises(ConfigError, match=rf"another module is named .*, {module.parent}/first/.*. Rename the file"):
         load("second")
+
+
+NEEDY = """
+from dataclasses import replace
+from hf_algorithms.recipes import RECIPES
+from hf_controller import Worker
+from hf_protocols import DP, register
+
+
+class Needy(Worker):
+    def __init__(self, context, sharpness):
+        raise AssertionError("it is never made")
+
+    @register(protocol=DP, reads=("response_ids",), writes=("scores",))
+    def compute_reward(self, batch):
+        raise AssertionError("it is traced")
+
+    @register(protocol=DP, reads=("response_ids",), writes=("metric",))
+    def compute_metric(self, batch):
+        raise AssertionError("it is traced")
+    #configure
+
+
+USUAL = RECIPES["grpo"]
+ROLES = tuple(replace(role, worker=Needy, scored_by=None) if role.name == "reward" else role for role in USUAL.roles)
+MINE = replace(USUAL, roles=ROLES)
+"""
+CONFIGURE = "\n    @classmethod\n    def configure(cls, setup):\n        return "
+
+
+@pytest.mark.parametrize(
+    ("configure", "message"),
+    [
+        ("", r"Needy\.__init__ needs sharpness\. Pass it in kwargs of the role, or return it from Needy\.configure$"),
+        ("setup.sharpness", r"Needy\.configure raised AttributeError: .*\n  at .*\.py:\d+, in configure: return"),
+        ("None", r"Needy\.configure returned None\. Return a mapping of the constructor's arguments$"),
+    ],
+)
+def test_arguments_that_no_worker_gets_are_named(
+    module: Path, monkeypatch: pytest.MonkeyPatch, configure: str, message: str
+) -> None:
+    """Before anything starts: no file of a run is left."""
+    module.write_text(NEEDY.replace("#configure", CONFIGURE + configure if configure else ""))
+    monkeypatch.chdir(module.parent)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 32}
+    with pytest.raises(ConfigError, match=f"(?s)^role 'reward': {message}"):
+        train(
+            {"tokenizer": "characters", **sizes},
+            [{"prompt": "1+1=", "answer": "2"}] * 4,
+            algorithm=f"{module.name}:MINE",
+            set={"run.executor": "in_process", "rollout.batch_size": 2, "rollout.max_new_tokens": 4},
+        )
+    assert not (module.parent / "runs").exists()

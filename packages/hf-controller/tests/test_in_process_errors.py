@@ -332,6 +332,28 @@ def test_wrong_constructor_arguments_are_refused_by_worker_spec():
         WorkerSpec(worker=Ending, topology=ONE, kwargs={"zzz": True})
 
 
+class Unmade(Ending):
+    __init__ = Worker.__init__
+
+
+class WithoutContext(Ending):
+    def __init__(self):
+        raise AssertionError("it is never made")
+
+
+@pytest.mark.parametrize(
+    ("worker", "kwargs", "message"),
+    [
+        (Unmade, {"zzz": True}, r"none of its own that takes zzz\. Define __init__\(self, context, zzz\)"),
+        (WithoutContext, {}, r"does not take a context: .* Define __init__\(self, context, \.\.\.\)"),
+    ],
+)
+def test_a_constructor_of_another_form_is_refused_at_once(worker, kwargs, message):
+    """Not on the ranks, after they have started."""
+    with pytest.raises(ProtocolError, match=f"kwargs do not fit its constructor: .*{message}"):
+        WorkerSpec(worker=worker, topology=ONE, kwargs=kwargs)
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping, Sequence
 from inspect import signature
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_algorithms.replay import Recorder, build_recording_worker
 from hf_algorithms.roles import Roles
+from hf_algorithms.users_code import describe_raised
 from hf_algorithms.workers import EVALUATED, RoleSetup
 from hf_controller import WorkerSpec, build_pools
 from hf_engine import SamplingParams
-from hf_protocols import ParallelSpec, Topology, read_machine_limits
+from hf_protocols import ConfigError, ParallelSpec, Topology, read_machine_limits
+from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.config import Config
@@ -90,8 +94,8 @@ def _build_spec(
     setup = RoleSetup(
         role=role, config=config, placed=placed, model=model, stop_ids=inputs.stop_ids, search_path=search_path
     )
-    configure = getattr(worker, "configure", None)
-    kwargs = {**(configure(setup) if configure else {}), **declared.kwargs}
+    kwargs = {**_configure(worker, setup), **declared.kwargs}
+    _refuse_missing(worker, kwargs, role)
     recorder = Recorder(run=str(Path(config.run.output_dir).resolve()), kwargs=dict(kwargs))
     if getattr(worker, "records_updates", False) and _takes_recorder(worker):
         kwargs["recorder"] = recorder
@@ -107,6 +111,33 @@ def _build_spec(
         environment=environment if declared.has_model else {},
         balance_tokens=balances,
     )
+
+
+def _configure(worker: type[Worker], setup: RoleSetup) -> Mapping[str, Any]:
+    """Returns the arguments that a worker, which may be a user's code, takes from the configuration."""
+    configure = getattr(worker, "configure", None)
+    if configure is None:
+        return {}
+    label = f"role {show(setup.role)}: {worker.__name__}.configure"
+    with raised_as(lambda error: ConfigError(f"{label} raised {describe_raised(error)}")):
+        found: object = configure(setup)
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{label} returned {show(found)}. Return a mapping of the constructor's arguments")
+    return found
+
+
+def _refuse_missing(worker: type[Worker], kwargs: Mapping[str, Any], role: str) -> None:
+    """Refuses a worker whose constructor needs more than it is given; `WorkerSpec` refuses what it does not take."""
+    for name, parameter in islice(signature(worker).parameters.items(), 1, None):
+        is_needed = parameter.default is parameter.empty and parameter.kind in (
+            parameter.POSITIONAL_OR_KEYWORD,
+            parameter.KEYWORD_ONLY,
+        )
+        if is_needed and name not in kwargs:
+            raise ConfigError(
+                f"role {show(role)}: {worker.__name__}.__init__ needs {name}. Pass it in kwargs of the role, or return "
+                f"it from {worker.__name__}.configure"
+            )
 
 
 def _share_cores(config: Config, plan: MappingPlan) -> dict[str, str]:

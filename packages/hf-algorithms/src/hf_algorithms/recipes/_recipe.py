@@ -50,6 +50,9 @@ class Role:
         kwargs: more arguments of the worker's constructor.
         scored_by: role of a model whose scores, in the column `model_scores`, are added to the scores of this role's
             worker. A run has this role if the section of this role's name has `model`, such as `[reward.model]`.
+
+    Raises:
+        ConfigError: for `starts_from`, `has_model` or `kwargs` of another type.
     """
 
     name: str
@@ -59,24 +62,47 @@ class Role:
     kwargs: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     scored_by: Role | None = None
 
+    def __post_init__(self) -> None:
+        source: Any = self.starts_from
+        if source is not None and not isinstance(source, str):
+            raise ConfigError(
+                f"role {show(self.name)}: starts_from is {show(source)}. Give a role's name, or a directory as a text"
+            )
+        if not isinstance(self.has_model, bool):
+            raise ConfigError(f"role {show(self.name)}: has_model is {show(self.has_model)}. Give True or False")
+        if not isinstance(self.kwargs, Mapping):
+            raise ConfigError(
+                f"role {show(self.name)}: kwargs is {show(self.kwargs)}. Give a mapping of names to values"
+            )
+
     def load_worker(self) -> type[Worker]:
         """Returns the worker's class.
 
         Raises:
-            ConfigError: for a name that does not lead to a class.
+            ConfigError: for something else than a Worker, or a name that does not lead to one.
         """
-        if not isinstance(self.worker, str):
-            return self.worker
-        module, _, name = self.worker.partition(":")
-        try:
-            found = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"worker of role {show(self.name)}: {show(self.worker)} cannot be imported: {error}"
-            ) from None
+        from hf_controller import Terminated, Worker
+
+        label = f"worker of role {show(self.name)}: {show(self.worker)}"
+        found: Any = self.worker
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            with raised_as(
+                lambda error: ConfigError(f"{label} cannot be imported: {_describe_import(error)}"),
+                also=(SystemExit,),
+                but=(Terminated,),
+            ):
+                found = getattr(import_module(module), name)
         if not isinstance(found, type):
-            raise ConfigError(f"worker of role {show(self.name)}: {show(self.worker)} is not a class. Name a Worker")
+            raise ConfigError(f"{label} is not a class. Name a Worker")
+        if not issubclass(found, Worker):
+            raise ConfigError(f"{label} is not a Worker. Derive the class from hf_controller.Worker")
         return found
+
+
+def _describe_import(error: BaseException) -> str:
+    """What keeps a worker from being imported; where its module raised, with the place there."""
+    return str(error) if isinstance(error, ImportError | AttributeError | ValueError) else describe_raised(error)
 
 
 def _leave(found: Any) -> None:
@@ -194,7 +220,8 @@ class Recipe:
             inspect.signature(self.step).bind("roles", "prompts", "config", "context")
         except (TypeError, ValueError) as error:
             raise ConfigError(
-                f"{label}: step is not callable as step(roles, prompts, config, context): {error}"
+                f"{label}: step is not callable as step(roles, prompts, config, context): {error}. "
+                "Let it take these four"
             ) from None
 
     def role(self, name: str) -> Role:

@@ -191,10 +191,8 @@ class WorkerSpec:
         what = f"WorkerSpec of {worker.__name__}: "
         _check.kind(f"{what}topology", self.topology, Topology, "a Topology(ParallelSpec(...))")
         _check.kind(f"{what}kwargs", self.kwargs, Mapping, "a mapping of names to values")
-        try:
-            inspect.signature(worker).bind_partial(None, **self.kwargs)
-        except TypeError as error:
-            raise ProtocolError(f"{what}kwargs do not fit its constructor: {error}") from None
+        if problem := _find_misfit(worker, self.kwargs):
+            raise ProtocolError(f"{what}kwargs do not fit its constructor: {problem}")
         _check.kind(f"{what}environment", self.environment, Mapping, "a mapping of names to strings")
         _check.count(f"{what}seed", self.seed, least=0)
         if self.seed >= 2**64:
@@ -206,3 +204,20 @@ class WorkerSpec:
             if name in _SET_FOR_RANKS or "=" in name or "\0" in name + value:
                 why = "it is set for every rank" if name in _SET_FOR_RANKS else "no variable can hold that"
                 raise ProtocolError(f"{what}environment has {show(name)}={show(value)}: {why}. Leave it out")
+
+
+def _find_misfit(worker: type[Worker], kwargs: Mapping[str, Any]) -> str:
+    """Why `worker(context, **kwargs)` cannot be called, arguments that are missing left aside; empty where it can."""
+    if worker.__init__ is Worker.__init__:
+        taken = ", ".join(map(str, kwargs))
+        return f"it has none of its own that takes {taken}. Define __init__(self, context, {taken})" if kwargs else ""
+    signature = inspect.signature(worker)
+    try:
+        signature.bind_partial(None)
+    except TypeError as error:
+        return f"it does not take a context: {error}. Define __init__(self, context, ...)"
+    try:
+        signature.bind_partial(None, **kwargs)
+    except TypeError as error:
+        return f"{error}. Pass what __init__ takes after its context"
+    return ""
