@@ -7,9 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
-from hf_algorithms.passed_inputs import InputFolder
+from hf_algorithms.passed_inputs import InputFolder, are_texts
+from hf_protocols import DataError
 
 
 class LengthReward:
@@ -75,3 +78,51 @@ def test_a_single_object_is_named_by_its_class(tmp_path: Path) -> None:
     body: dict[str, Any] = {"reward": {"metric": LengthReward()}}
     inputs.name_values(body, is_in_process=True)
     assert body["reward"]["metric"] == f"{tmp_path / 'passed_length_reward.py'}:length_reward"
+
+
+def nest(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("value", [np.int64(3), torch.ones(2), {"a": {1}}, b"text", nest(5000)])
+def test_a_value_that_no_file_holds_is_named(tmp_path: Path, value: Any) -> None:
+    rows = [{"prompt": "1"}, {"prompt": "2", "extra": value, "answer": "2"}]
+    with pytest.raises(DataError, match=r"^dataset 'train', row 2: column 'extra': .*\. Convert the column to texts"):
+        InputFolder(tmp_path / "inputs").name_data(rows)
+
+
+class BrokenRows(list[Any]):
+    """Rows of a user's own class, whose second row cannot be read."""
+
+    def __iter__(self) -> Any:
+        yield self[0]
+        raise KeyError("broken")
+
+
+class UncountedRows(list[Any]):
+    def __len__(self) -> int:
+        raise OSError("gone")
+
+
+@pytest.mark.parametrize(("rows", "after"), [(BrokenRows, 1), (UncountedRows, 0)])
+def test_rows_that_raise_are_one_error(tmp_path: Path, rows: Any, after: int) -> None:
+    message = rf"row {after + 1} cannot be read: (Key|OS)Error: .*\n  at {__file__}:\d+, in __(iter|len)__: "
+    with pytest.raises(DataError, match=f"^dataset 'train': {message}"):
+        InputFolder(tmp_path / "inputs").name_data(rows([{"prompt": "1"}] * 2))
+
+
+TEXTS = ["1+1=", "2+2="]
+
+
+@pytest.mark.parametrize("dataset", [TEXTS, tuple(TEXTS), np.array(TEXTS), {"train": TEXTS, "test": TEXTS}])
+def test_prompts_alone_are_known_in_every_form(tmp_path: Path, dataset: Any) -> None:
+    assert set(InputFolder(tmp_path / "inputs").name_data(dataset, text_column="prompt")) <= {"train", "test"}
+    assert are_texts(dataset)
+
+
+@pytest.mark.parametrize("dataset", [None, "a.jsonl", Path("a.jsonl"), [{"prompt": "1"}], {"train": "a.jsonl"}])
+def test_rows_and_paths_are_not_prompts_alone(dataset: Any) -> None:
+    assert not are_texts(dataset)

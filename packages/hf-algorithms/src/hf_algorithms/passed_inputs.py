@@ -21,10 +21,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeGuard
 
 from hf_algorithms.held_functions import hold, release
-from hf_algorithms.users_code import pickle_with_module
+from hf_algorithms.users_code import describe_raised, pickle_with_module
 from hf_algorithms.value_names import rewording
 from hf_protocols.errors import ConfigError, DataError
-from hf_protocols.foreign_code import Caught
+from hf_protocols.foreign_code import Caught, raised_as
 from hf_protocols.validation import show
 
 __all__ = ["NAME", "InputFolder", "are_texts", "check_name", "temporary_inputs"]
@@ -244,12 +244,10 @@ class InputFolder:
             return fspath(rows)
         label = label or f"dataset {name!r}"
         _refuse_other_rows(rows, label)
-        if not len(rows):
-            raise DataError(f"{label}: is empty. Pass at least one row")
-        file = self.path / f"{name}.jsonl"
+        file, found = self.path / f"{name}.jsonl", _read_rows(rows, label)
         self.path.mkdir(parents=True, exist_ok=True)
         with file.open("w", encoding="utf-8") as lines:
-            for number, row in enumerate(rows, start=1):
+            for number, row in enumerate(found, start=1):
                 lines.write(_write_row(row, f"{label}, row {number}", text_column) + "\n")
         self._names[key or f"data.{name}"] = (str(file), label)
         return str(file)
@@ -331,9 +329,15 @@ def _find_own_name(function: Any) -> str:
     return name if isinstance(name, str) and name.isidentifier() and not iskeyword(name) else ""
 
 
-def are_texts(rows: Any) -> bool:
-    """True for a list of texts: prompts without answers."""
-    return isinstance(rows, list | tuple) and all(isinstance(each, str) for each in rows)
+def are_texts(dataset: Any) -> bool:
+    """True for texts, or sets of texts by name: prompts without answers.
+
+    Args:
+        dataset: as `InputFolder.name_data` took it.
+    """
+    if isinstance(dataset, Mapping):
+        return all(map(are_texts, dataset.values()))
+    return dataset is not None and not _is_path(dataset) and all(isinstance(each, str) for each in dataset)
 
 
 def _is_path(data: Any) -> TypeGuard[str | PathLike[str]]:
@@ -364,6 +368,16 @@ def _refuse_other_rows(rows: Any, label: str) -> None:
         )
 
 
+def _read_rows(rows: Any, label: str) -> Iterator[Any]:
+    """Yields the rows of a list or of an object that may be a user's own."""
+    number = 0
+    with raised_as(lambda error: DataError(f"{label}: row {number + 1} cannot be read: {describe_raised(error)}")):
+        if not len(rows):
+            raise DataError(f"{label}: is empty. Pass at least one row")
+        for number, row in enumerate(rows, start=1):  # noqa: B007 - the message names it
+            yield row
+
+
 def _is_chat(row: Any) -> bool:
     messages = row if isinstance(row, list | tuple) else []
     return bool(messages) and all(isinstance(each, Mapping) and "role" in each for each in messages)
@@ -389,5 +403,15 @@ def _write_row(row: Any, label: str, text_column: str | None) -> str:
             f"{label}: has {half!r}, half of a character, which no file can hold. Decode the text again, or drop the "
             "row"
         ) from None
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{label}: {error}. Convert the column to texts, numbers or lists, or leave it out") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        wrong = next((name for name, value in row.items() if not _fits_json(value)), None)
+        column = "" if wrong is None else f"column {show(wrong)}: "
+        raise DataError(
+            f"{label}: {column}{error}. Convert the column to texts, numbers or lists, or leave it out"
+        ) from None
+
+
+def _fits_json(value: Any) -> bool:
+    with Caught() as caught:
+        json.dumps(value)
+    return caught.error is None
