@@ -12,7 +12,7 @@ from tensordict import TensorDict
 from hf_algorithms.advantages import GAE, FilterMetric
 from hf_algorithms.workers import AdvantageWorker
 from hf_controller import InProcessExecutor, ResourcePool, WorkerSpec
-from hf_protocols import BatchError, ParallelSpec, Topology
+from hf_protocols import BatchError, ConfigError, ParallelSpec, Topology
 
 
 def jagged(*rows: list[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -172,7 +172,7 @@ def test_values_of_untrained_tokens_may_be_anything() -> None:
 
 
 def test_a_class_is_not_an_estimator() -> None:
-    with pytest.raises(BatchError, match=r"estimator Given: it is a class\. Pass an instance, Given\(\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"estimator Given: it is a class\. Pass an instance, Given\(\.\.\.\)"):
         run_worker("compute_advantages", batch_with_observations(), Given)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +27,9 @@ from hf_algorithms.recipes import (
     Role,
     StepContext,
     StepError,
+    build_clip,
     generate_scored,
+    train_by_scores,
 )
 from hf_algorithms.recipes._load import load_recipe
 from hf_algorithms.roles import Roles
@@ -336,6 +339,47 @@ def test_a_role_that_only_measures_is_placed() -> None:
     flow = derive_dataflow(own, usual.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
     assert [call.method for call in flow.calls if call.role == "stats"] == ["compute_metrics"]
     assert "compute_metrics" not in [call.method for call in flow.calls if call.role == "advantage"]
+
+
+class Lead:
+    """An estimator; those below lack a part of it."""
+
+    reads = ("scores",)
+    writes = ("advantages",)
+
+    def __call__(self, columns: Any) -> dict[str, Any]:
+        raise AssertionError("it is traced")
+
+
+class UnreadLead:
+    writes = ("advantages",)
+    __call__ = Lead.__call__
+
+
+class BareLead(Lead):
+    def __call__(self) -> dict[str, Any]:  # type: ignore[override]
+        raise AssertionError("it is never called")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "message"),
+    [
+        (Lead, r"Lead: it is a class\. Pass an instance, Lead\(\.\.\.\)"),
+        (UnreadLead(), r"UnreadLead: it has no attribute reads\. Set it to a tuple of the columns that it reads"),
+        (BareLead(), r"BareLead: it cannot be called with columns: .*\. Define __call__\(self, columns\)"),
+        (SimpleNamespace(reads=(), writes=("advantages",)), r"SimpleNamespace: .* cannot be called\. Give it a method"),
+    ],
+)
+def test_what_is_not_an_estimator_is_refused_when_traced(estimator: Any, message: str) -> None:
+    usual = RECIPES["grpo"]
+
+    def step(roles: Any, prompts: Any, config: Any, context: Any) -> Any:
+        batch = generate_scored(roles, prompts, context)
+        return train_by_scores(roles, batch, config, context, estimator, build_clip(config))
+
+    own = replace(usual, step=step)
+    with pytest.raises(ConfigError, match=f"advantage.compute_advantages: estimator {message}"):
+        derive_dataflow(own, usual.config(), SamplingParams(max_new_tokens=4, n=2), num_prompts=2)
 
 
 class PlainReward(Worker):

@@ -35,6 +35,18 @@ class Fixed:
         (lambda tokens: (tokens.logprobs.sum(1), {}), r"the loss has the shape \(2,\)"),
         (lambda tokens: (-tokens.logprobs, {"clip_low": torch.ones(2)}), r"clip_low has the shape \(2,\)"),
         (lambda tokens: (-tokens.logprobs, {"clip_low": 0.5}), r"clip_low has the shape 0\.5"),
+        (
+            lambda tokens: (-tokens.logprobs, {"clip_low": torch.full((2, 3), 2)}),
+            r"the mask clip_low has dtype torch\.int64\. Return True where",
+        ),
+        (
+            lambda tokens: (-tokens.logprobs, {"clip_low": torch.ones(2, 3)}),
+            "the mask clip_low has dtype torch.float32",
+        ),
+        (
+            lambda tokens: (-tokens.logprobs, {"policy_loss": tokens.mask}),
+            "it returned a mask named 'policy_loss', which the loss itself reports. Rename it",
+        ),
         (lambda tokens: -tokens.logprobs, "it returned Tensor. Return the loss of each token"),
         (None, "it returned NoneType"),
         (lambda tokens: tokens.values, f"(?s)raised AttributeError: .*\n  at {__file__}:"),
@@ -94,3 +106,30 @@ def test_a_surrogate_may_read_columns_that_may_be_absent() -> None:
     surrogate = Fixed(lambda tokens: (-tokens.logprobs * tokens.advantages, {}))
     surrogate.reads = ("advantages", "rollout_logprobs?")
     assert float(PolicyLoss(surrogate=surrogate, old="current")({"logprobs": torch.ones(2, 3)}, COLUMNS)[0]) == -6.0
+
+
+class WithOutputs(Fixed):
+    outputs = ("logprobs", "entropy")
+
+
+class WithoutTokens(Fixed):
+    def __call__(self) -> Any:  # type: ignore[override]
+        raise AssertionError("it is never called")
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "message"),
+    [
+        (Fixed, r"Fixed: it is a class\. Pass an instance, Fixed\(\.\.\.\)"),
+        (None, r"NoneType: None cannot be called\. Give it a method __call__"),
+        (
+            WithoutTokens(None),
+            r"WithoutTokens: it cannot be called with tokens: too many positional arguments\. Define",
+        ),
+        (WithOutputs(None), r"WithOutputs: it has an attribute outputs, and a surrogate gets Tokens alone\. Remove"),
+    ],
+)
+def test_what_is_not_a_surrogate_is_refused_when_made(surrogate: Any, message: str) -> None:
+    """A step is traced before a run starts, so these errors leave no run behind."""
+    with pytest.raises(ConfigError, match=f"^surrogate {message}"):
+        PolicyLoss(surrogate=surrogate)

@@ -80,7 +80,7 @@ def derive_dataflow(
             columns; or a loss that asks for an output that the model lacks.
         BatchError: for a column that a call needs and nobody wrote, or rows that do not fit.
     """
-    from hf_algorithms.workers import check_calls_outputs
+    from hf_algorithms.workers import check_call_arguments
     from hf_controller import TracingExecutor
 
     for role in recipe.roles:
@@ -89,7 +89,7 @@ def derive_dataflow(
     groups = {role.name: executor.build_group(role.name, role.load_worker()) for role in recipe.roles}
     prompts, context = executor.put_columns(columns, num_prompts), build_tracing_context(executor, sampling)
     recipe.run_step(Roles(groups, recipe.scorers, played=recipe.played), prompts, config, context)
-    check_calls_outputs(executor.calls, {role.name: role.load_worker() for role in recipe.roles})
+    check_call_arguments(executor.calls, {role.name: role.load_worker() for role in recipe.roles})
     nodes = _merge([call for call in executor.calls if call.num_rows])
     names = _name_columns(nodes, columns)
     calls = [_describe(node, names) for node in nodes]

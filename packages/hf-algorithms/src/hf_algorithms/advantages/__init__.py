@@ -8,7 +8,7 @@ not live here: losses, KL terms of a loss, and knowledge of workers or configura
 
 from __future__ import annotations
 
-from hf_algorithms.advantages._estimator import Estimator
+from hf_algorithms.advantages._estimator import Estimator, check_estimator
 from hf_algorithms.advantages._gae import GAE, LagrangianAdvantage
 from hf_algorithms.advantages._group import GroupAdvantage, StdOver
 from hf_algorithms.advantages._reinforce import ReinforceAdvantage
@@ -30,6 +30,7 @@ __all__ = [
     "ReinforceAdvantage",
     "StdOver",
     "TeacherAdvantage",
+    "check_estimator",
     "clip_scores",
     "compute_gae",
     "compute_score_metrics",

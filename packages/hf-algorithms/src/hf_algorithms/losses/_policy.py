@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from inspect import getattr_static, signature
 from typing import Literal
 
 import torch
@@ -65,7 +66,7 @@ class PolicyLoss:
         if self.log_ratio_clamp is not None:
             _check.number("log_ratio_clamp", self.log_ratio_clamp)
         _check.number("entropy_coefficient", self.entropy_coefficient, may_be_zero=True)
-        _check_reads(self.surrogate)
+        _check_surrogate(self.surrogate)
 
     @property
     def outputs(self) -> tuple[str, ...]:
@@ -133,7 +134,6 @@ class PolicyLoss:
         weights = self.aggregation.weigh(mask, micro_batch).to(token_loss.dtype)
         loss = (weights * token_loss).sum()
         metrics = {"policy_loss": (float(loss.detach()), self.aggregation.count(micro_batch))}
-        metrics |= _measure_clips(clips, mask)
         if "old_logprobs" in columns or self.old == "current":
             metrics |= _measure_update(tokens)
         if isinstance(self.surrogate, Clip) and self.surrogate.ratio_cap is not None:
@@ -150,7 +150,12 @@ class PolicyLoss:
             metrics["entropy"] = (float(entropy.detach().sum()), float(mask.sum()))
             if self.entropy_coefficient:
                 loss = loss - self.entropy_coefficient * (weights * entropy).sum()
-        return loss, metrics
+        if taken := sorted(metrics.keys() & clips.keys()):
+            raise BatchError(
+                f"surrogate {type(self.surrogate).__name__}: it returned a mask named {show(taken[0])}, which the loss "
+                "itself reports. Rename it"
+            )
+        return loss, metrics | _measure_clips(clips, mask)
 
     def _read_entropy(self, outputs: Mapping[str, torch.Tensor], mask: torch.Tensor) -> torch.Tensor | None:
         """The entropies [b, T], 0 where the mask is False; None where the model gave none and none is needed."""
@@ -176,9 +181,24 @@ class PolicyLoss:
         return {name: micro_batch[name].masked_fill(~mask, 0.0) for name in names & present}
 
 
-def _check_reads(surrogate: Surrogate) -> None:
-    """Refuses columns that a surrogate, which may be user code, is never given."""
+def _check_surrogate(surrogate: Surrogate) -> None:
+    """Refuses an object, which may be user code, that cannot be called as a surrogate, or reads what it never gets."""
+    if isinstance(surrogate, type):
+        raise ConfigError(f"surrogate {surrogate.__name__}: it is a class. Pass an instance, {surrogate.__name__}(...)")
     label = f"surrogate {type(surrogate).__name__}"
+    if not callable(surrogate):
+        raise ConfigError(f"{label}: {show(surrogate)} cannot be called. Give it a method __call__(self, tokens)")
+    try:
+        signature(surrogate).bind("tokens")
+    except TypeError as error:
+        raise ConfigError(f"{label}: it cannot be called with tokens: {error}. Define __call__(self, tokens)") from None
+    except ValueError:  # written in C, and says nothing of its arguments
+        pass
+    if getattr_static(surrogate, "outputs", None) is not None:
+        raise ConfigError(
+            f"{label}: it has an attribute outputs, and a surrogate gets Tokens alone. Remove outputs, or pass a loss "
+            "that has it to roles.actor.update_actor"
+        )
     reads: object = getattr(surrogate, "reads", None)
     if not isinstance(reads, tuple) or not all(isinstance(name, str) for name in reads):
         raise ConfigError(
@@ -213,6 +233,9 @@ def _ask(surrogate: Surrogate, tokens: Tokens) -> tuple[torch.Tensor, dict[str, 
             raise BatchError(
                 f"{label}: {name} has the shape {shape}. Return a number for each token, {tuple(tokens.mask.shape)}"
             )
+    for name, active in clips.items():
+        if active.dtype != torch.bool:
+            raise BatchError(f"{label}: the mask {name} has dtype {active.dtype}. Return True where a clip is active")
     if tokens.logprobs.requires_grad and torch.is_grad_enabled() and not loss.requires_grad:
         raise BatchError(
             f"{label}: the loss has no gradient. Compute it from tokens.logprobs, without detach() or no_grad()"

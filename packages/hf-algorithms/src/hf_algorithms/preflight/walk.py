@@ -14,7 +14,7 @@ from hf_algorithms.preflight.row_limits import RowTokens
 from hf_algorithms.recipes import SupervisedRecipe
 from hf_algorithms.roles import Roles, least_rows
 from hf_algorithms.wiring import build_roles, build_sampling
-from hf_algorithms.workers import SEQUENCE, check_calls_outputs
+from hf_algorithms.workers import SEQUENCE, check_call_arguments
 from hf_controller import TracingExecutor
 from hf_engine import SamplingParams
 
@@ -61,7 +61,7 @@ def walk_calls(config: Config, plan: MappingPlan, inputs: RunInputs) -> list[Pla
     """
     found = []
     for phase, tokens, roles, calls, _ in _walk(config, plan, inputs, _list_phases):
-        check_calls_outputs(calls, {each.name: each.load_worker() for each in config.recipe.roles})
+        check_call_arguments(calls, {each.name: each.load_worker() for each in config.recipe.roles})
         found += [
             PlannedCall(
                 phase=phase,

@@ -7,7 +7,7 @@ What must not: formulas (`losses`, `advantages`), and what only one backend know
 from __future__ import annotations
 
 from hf_algorithms.workers._model import SEQUENCE, ModelWorker
-from hf_algorithms.workers._outputs import check_calls_outputs
+from hf_algorithms.workers._outputs import check_call_arguments
 from hf_algorithms.workers._setup import RoleSetup
 from hf_algorithms.workers.actor import ActorWorker
 from hf_algorithms.workers.advantage import AdvantageWorker
@@ -32,5 +32,5 @@ __all__ = [
     "RewardWorker",
     "RoleSetup",
     "TeacherWorker",
-    "check_calls_outputs",
+    "check_call_arguments",
 ]

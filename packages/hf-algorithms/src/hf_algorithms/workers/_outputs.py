@@ -1,4 +1,4 @@
-"""Outputs of a model that a loss asks for, checked where the call is made or traced."""
+"""Losses and estimators, which may be a user's own, checked where the call is made or traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_protocols.validation import show
 if TYPE_CHECKING:
     from hf_controller import TracedCall, Worker
 
-__all__ = ["MODEL_OUTPUTS", "check_calls_outputs", "read_outputs"]
+__all__ = ["MODEL_OUTPUTS", "check_call_arguments", "read_outputs"]
 
 MODEL_OUTPUTS = {"lm": ("logprobs", "entropy", "candidate_logprobs"), "value": ("values",), "score": ("scores",)}
 """Outputs of a model, by its head."""
@@ -42,21 +42,28 @@ def read_outputs(loss: object, head: str) -> tuple[str, ...]:
     return tuple(given)
 
 
-def check_calls_outputs(calls: Iterable[TracedCall], workers: Mapping[str, type[Worker]]) -> None:
-    """Checks the losses of traced calls, which ask the models of their roles for outputs; see `read_outputs`.
+def check_call_arguments(calls: Iterable[TracedCall], workers: Mapping[str, type[Worker]]) -> None:
+    """Checks the losses and estimators of traced calls; see `read_outputs` and `check_estimator`.
 
     Args:
         calls: whose arguments are looked at.
         workers: classes by role; one without a `head` has outputs of its own, which are not checked.
 
     Raises:
-        ConfigError: for outputs that the model lacks, with the call.
+        ConfigError: for outputs that the model lacks, or an object that is not an estimator, with the call.
     """
+    from hf_algorithms.advantages import check_estimator
+    from hf_algorithms.workers.advantage import AdvantageWorker
+
     for call in calls:
-        head = getattr(workers.get(call.role), "head", "")
-        for value in call.arguments if head in MODEL_OUTPUTS else ():
-            if getattr_static(value, "outputs", None) is not None:
-                try:
+        worker = workers.get(call.role, object)
+        head = getattr(worker, "head", "")
+        takes_estimator = issubclass(worker, AdvantageWorker) and call.method == "compute_advantages"
+        try:
+            for value in call.arguments:
+                if head in MODEL_OUTPUTS and getattr_static(value, "outputs", None) is not None:
                     read_outputs(value, head)
-                except ConfigError as error:
-                    raise ConfigError(f"{call.role}.{call.method}: {error}") from None
+                elif takes_estimator:
+                    check_estimator(value)
+        except ConfigError as error:
+            raise ConfigError(f"{call.role}.{call.method}: {error}") from None

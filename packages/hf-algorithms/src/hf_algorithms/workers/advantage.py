@@ -190,8 +190,9 @@ def _estimate(estimator: Estimator, columns: Mapping[str, torch.Tensor]) -> dict
     """Calls an estimator, which may be user code, and checks what it returns."""
     import torch
 
-    if isinstance(estimator, type):
-        raise BatchError(f"estimator {estimator.__name__}: it is a class. Pass an instance, {estimator.__name__}(...)")
+    from hf_algorithms.advantages import check_estimator
+
+    check_estimator(estimator)
     label = f"estimator {type(estimator).__name__}"
 
     def describe(error: BaseException) -> BatchError:
