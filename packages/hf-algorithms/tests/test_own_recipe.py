@@ -16,7 +16,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from hf_algorithms import derive_dataflow, train
+from hf_algorithms import TrainingResult, derive_dataflow, train
 from hf_algorithms.config import format_toml, load_config, parse_config
 from hf_algorithms.recipes import (
     ACTOR,
@@ -520,6 +520,18 @@ MINE = replace(USUAL, roles=ROLES)
 CONFIGURE = "\n    @classmethod\n    def configure(cls, setup):\n        return "
 
 
+def train_here(module: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> TrainingResult:
+    monkeypatch.chdir(module.parent)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 32}
+    usual = {"executor": "in_process", "iterations": 1}
+    return train(
+        {"tokenizer": "characters", **sizes},
+        [{"prompt": "1+1=", "answer": "2"}] * 4,
+        algorithm=f"{module.name}:MINE",
+        config={"run": usual | changes, "rollout": {"batch_size": 2, "samples_per_prompt": 2, "max_new_tokens": 4}},
+    )
+
+
 @pytest.mark.parametrize(
     ("configure", "message"),
     [
@@ -533,13 +545,47 @@ def test_arguments_that_no_worker_gets_are_named(
 ) -> None:
     """Before anything starts: no file of a run is left."""
     module.write_text(NEEDY.replace("#configure", CONFIGURE + configure if configure else ""))
-    monkeypatch.chdir(module.parent)
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_layers": 1, "num_heads": 1, "max_positions": 32}
     with pytest.raises(ConfigError, match=f"(?s)^role 'reward': {message}"):
-        train(
-            {"tokenizer": "characters", **sizes},
-            [{"prompt": "1+1=", "answer": "2"}] * 4,
-            algorithm=f"{module.name}:MINE",
-            set={"run.executor": "in_process", "rollout.batch_size": 2, "rollout.max_new_tokens": 4},
-        )
+        train_here(module, monkeypatch)
     assert not (module.parent / "runs").exists()
+
+
+KEEPING = """
+from dataclasses import replace
+import torch
+from hf_algorithms.recipes import RECIPES
+
+
+def step(roles, prompts, config, context):
+    if context.iteration >= {first}:
+        context.state[{key}] = {value}
+    return RECIPES["grpo"].step(roles, prompts, config, context)
+
+
+MINE = replace(RECIPES["grpo"], step=step)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "'mean'",
+            "torch.ones(2)",
+            r"context\.state\['mean'\] = tensor.*: a checkpoint keeps numbers, .*as one of these$",
+        ),
+        ("7", "1.0", r"context\.state\[7\]: a checkpoint keeps values by texts\. Make the key a text$"),
+    ],
+)
+def test_a_state_that_no_commit_keeps_is_named(
+    module: Path, monkeypatch: pytest.MonkeyPatch, first: int, key: str, value: str, message: str
+) -> None:
+    """Before anything starts, if the step of a dataflow that is derived shows it. JSON would make a text of 7."""
+    module.write_text(KEEPING.format(first=first, key=key, value=value))
+    with pytest.raises(ConfigError, match=f"^{message}") as refused:
+        train_here(module, monkeypatch, checkpoint_every=1)
+    assert not getattr(refused.value, "__notes__", [])
+    assert (module.parent / "runs").exists() == bool(first)
+    if first == 0:
+        assert train_here(module, monkeypatch, checkpoint_every=0).summary["status"] == "finished"

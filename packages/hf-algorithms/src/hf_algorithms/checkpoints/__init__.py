@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from hf_algorithms.checkpoints.commit import CheckpointError, Commit, find_commits, find_last_commit
 from hf_algorithms.checkpoints.ledger import LEDGER, Ledger, LedgerError, count_ledger
+from hf_algorithms.checkpoints.program import refuse_unkept
 from hf_algorithms.checkpoints.resume import Resumption, open_resumption
 from hf_algorithms.checkpoints.saver import Checkpoints
 
@@ -25,4 +26,5 @@ __all__ = [
     "find_commits",
     "find_last_commit",
     "open_resumption",
+    "refuse_unkept",
 ]

@@ -15,7 +15,7 @@ from hf_algorithms.checkpoints.commit import CheckpointError, leaves_folder
 from hf_protocols import ConfigError
 from hf_protocols.validation import show
 
-__all__ = ["PROGRAM", "Program", "load_generators", "read_program", "save_generators", "write_program"]
+__all__ = ["PROGRAM", "Program", "load_generators", "read_program", "refuse_unkept", "save_generators", "write_program"]
 
 PROGRAM = "program.json"
 
@@ -56,13 +56,24 @@ def write_program(folder: Path, program: Program) -> None:
         ConfigError: for a value of `context.state` that JSON does not keep as it is.
         OSError: when the file system refuses.
     """
-    for key, value in program.state.items():
+    refuse_unkept(program.state)
+    write_text(folder / PROGRAM, json.dumps(asdict(program)) + "\n")
+
+
+def refuse_unkept(state: Mapping[Any, Any]) -> None:
+    """Refuses what a recipe keeps between iterations and JSON does not keep as it is.
+
+    Raises:
+        ConfigError: with the key in `context.state`.
+    """
+    for key, value in state.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"context.state[{show(key)}]: a checkpoint keeps values by texts. Make the key a text")
         if not _is_kept(value):
             raise ConfigError(
                 f"context.state[{show(key)}] = {show(value)}: a checkpoint keeps numbers, texts, lists and tables. "
                 "Store it as one of these"
             )
-    write_text(folder / PROGRAM, json.dumps(asdict(program)) + "\n")
 
 
 def read_program(folder: Path) -> Program:

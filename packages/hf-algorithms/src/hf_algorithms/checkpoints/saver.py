@@ -28,7 +28,7 @@ from hf_algorithms.checkpoints.pending_step import PendingStep
 from hf_algorithms.checkpoints.program import Program, save_generators, write_program
 from hf_algorithms.roles import Roles, list_trained
 from hf_algorithms.run_directory import RunDirectoryError
-from hf_protocols import HybridFlowError
+from hf_protocols import ConfigError, HybridFlowError
 
 if TYPE_CHECKING:
     from hf_algorithms.checkpoints.ledger import Ledger
@@ -272,6 +272,8 @@ class Checkpoints:
                 f"{folder.relative_to(self._directory.path)} in run.output_dir={str(self._directory.path)!r} cannot be "
                 f"written: {describe_refusal(error)}. {_REMEDY}"
             ) from error
+        except ConfigError:  # of a recipe's state
+            raise
         except HybridFlowError as error:  # of a rank
             error.add_note(_REMEDY)
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from hf_algorithms.checkpoints import refuse_unkept
 from hf_algorithms.dataflow import PROMPT_COLUMNS, build_tracing_context
 from hf_algorithms.evaluation.responses import list_draws
 from hf_algorithms.evaluation.validation import request_divergence, request_evaluation
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from hf_algorithms.config import Config
     from hf_algorithms.data import PromptDataset
     from hf_algorithms.preflight.inputs import ModelInputs, RunInputs
+    from hf_algorithms.recipes import StepContext
     from hf_controller import TracedCall, TracedResult
     from hf_protocols import MappingPlan
     from hf_protocols.dataflow import CallKind
@@ -108,7 +110,7 @@ def walk_supervised(
     def list_steps(executor: TracingExecutor, roles: Roles, *_: Any) -> Iterator[_PlannedPhase]:
         batch = executor.put_columns(recipe.columns, len(tokens.prompts))
         context = build_tracing_context(executor, SamplingParams(max_new_tokens=1))
-        yield "iterations", tokens, partial(recipe.run_step, roles, batch, config.algorithm, context)
+        yield "iterations", tokens, partial(_run_step, roles, batch, config, context)
 
     for list_phases in (list_steps, *([_list_sets] if inputs.evaluations else [])):
         for phase, rows, _, _, results in _walk(config, plan, inputs, list_phases):
@@ -141,12 +143,17 @@ def _list_phases(executor: TracingExecutor, roles: Roles, config: Config, inputs
         responses = inputs.train.response_lengths(limit)
         learned = RowTokens(source=train.source, where=train.where, prompts=train.prompts, responses=responses)
         yield "warm start", learned, partial(_learn, roles, batch)
-    recipe = config.recipe
     batch, context = prompts(config.rollout.batch_size), build_tracing_context(executor, sampling)
-    yield "iterations", train, partial(recipe.run_step, roles, batch, config.algorithm, context)
+    yield "iterations", train, partial(_run_step, roles, batch, config, context)
     for tokens in (validation, test):
         yield "evaluation", tokens, partial(request_evaluation, roles, prompts(len(tokens.prompts)), sampling)
     yield "divergence", test, partial(request_divergence, roles, prompts(len(test.prompts)), sampling)
+
+
+def _run_step(roles: Roles, batch: Any, config: Config, context: StepContext) -> None:
+    config.recipe.run_step(roles, batch, config.algorithm, context)
+    if config.run.checkpoint_every:
+        refuse_unkept(context.state)
 
 
 def _list_sets(executor: TracingExecutor, roles: Roles, config: Config, inputs: ModelInputs) -> Iterator[_PlannedPhase]:
