@@ -27,6 +27,22 @@ def failing(iteration, metrics):
 
 def of_one(iteration):
     pass
+
+
+async def later(iteration, metrics):
+    raise AssertionError("nobody awaits it")
+
+
+def one_by_one(iteration, metrics):
+    yield iteration
+
+
+class Later:
+    async def __call__(self, iteration, metrics):
+        raise AssertionError("nobody awaits it")
+
+
+object_later = Later()
 """
 
 
@@ -198,6 +214,10 @@ def test_a_failing_hook_leaves_the_run_alone(tmp_path: Path) -> None:
         (
             "hooks.py:of_one",
             "run.on_metrics = 'hooks.py:of_one': it cannot be called with an iteration and its metrics",
+        ),
+        *(
+            (f"hooks.py:{name}", f"run.on_metrics = 'hooks.py:{name}': an async function or a generator does nothing")
+            for name in ("later", "one_by_one", "object_later")
         ),
     ],
 )

@@ -30,6 +30,7 @@ __all__ = ["MetricsHook", "Tracking", "prepare_tracking"]
 
 MetricsHook = Callable[[int, dict[str, float]], object]
 """Called with an iteration and its metrics, in the program that runs; what it returns is not used."""
+_WAITING = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
 _CLOSE_S = 30.0
 """For all trackers together, at the end of a run."""
 
@@ -168,8 +169,15 @@ def _load_hook(name: str, search_path: Sequence[str]) -> MetricsHook:
 def _check_hook(hook: MetricsHook, name: str) -> None:
     from hf_algorithms.rewards import get_users_function
 
+    function = get_users_function(hook)
+    method = getattr(function, "__call__", None)  # noqa: B004 - of an object that is called
+    if any(is_kind(each) for is_kind in _WAITING for each in (function, method)):
+        raise ConfigError(
+            f"run.on_metrics = {show(name)}: an async function or a generator does nothing when it is called. "
+            "Make it a plain function"
+        )
     try:
-        inspect.signature(get_users_function(hook)).bind(1, {})
+        inspect.signature(function).bind(1, {})
     except TypeError as error:
         raise ConfigError(
             f"run.on_metrics = {show(name)}: it cannot be called with an iteration and its metrics: {error}. "
