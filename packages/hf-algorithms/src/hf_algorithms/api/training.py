@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,6 +181,13 @@ class _Given:
         _check("algorithm", self.algorithm, (str, Mapping), "a name, file.py:RECIPE or the keys of [algorithm]")
         _check("set", self.changes, Mapping, "a mapping of section.key to values")
         _check("resume", self.resume, (str, os.PathLike), "the directory of a run")
+        allowed: Any = self.allowed
+        if isinstance(allowed, str) or not isinstance(allowed, Collection):
+            raise ConfigError(f"allow_changed = {show(allowed)}: is not a list of keys. Pass ['section.key']")
+        if allowed and self.resume is None:
+            raise ConfigError(
+                f"allow_changed = {show(allowed)}: belongs to resume, which is not given. Leave it out, or pass resume"
+            )
 
     def refuse_doubled(self, **others: Any) -> None:
         """Refuses keys of `set` that an argument stands for; `others` are arguments that this object has not."""
