@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_algorithms.passed_inputs import InputFolder, are_texts
-from hf_protocols import DataError
+from hf_protocols import ConfigError, DataError
 
 
 class LengthReward:
@@ -126,3 +126,15 @@ def test_prompts_alone_are_known_in_every_form(tmp_path: Path, dataset: Any) -> 
 @pytest.mark.parametrize("dataset", [None, "a.jsonl", Path("a.jsonl"), [{"prompt": "1"}], {"train": "a.jsonl"}])
 def test_rows_and_paths_are_not_prompts_alone(dataset: Any) -> None:
     assert not are_texts(dataset)
+
+
+def test_names_that_are_equal_as_texts_are_refused(tmp_path: Path) -> None:
+    """The later one would take the place of the other, which nobody would miss."""
+    inputs = InputFolder(tmp_path / "inputs")
+    with pytest.raises(ConfigError, match=r"^reward: two of its names are '1' as texts\. Rename one$"):
+        inputs.name_reward({1: length, "1": length}, is_in_process=True)
+    with pytest.raises(ConfigError, match=r"^metrics: two of its names are '1' as texts"):
+        inputs.name_metrics({1: length, "1": length})
+    with pytest.raises(ConfigError, match=r"^data: two of its names are '2' as texts"):
+        inputs.name_sets({"1": "a.jsonl", "2": "b.jsonl", 2: "c.jsonl"})
+    assert inputs.name_sets({"1": "a.jsonl", 2: "b.jsonl"}) == {"1": "a.jsonl", "2": "b.jsonl"}

@@ -136,8 +136,8 @@ class InputFolder:
             what = "is empty" if reward in ({}, []) else "is not a function"
             raise ConfigError(f"reward = {show(given)}: {what}. Pass a function, its name, or a list of these")
         named = {
-            str(key): self._name_function(each, str(key), kind="reward", is_in_process=is_in_process)
-            for key, each in reward.items()
+            key: self._name_function(each, key, kind="reward", is_in_process=is_in_process)
+            for key, each in _by_texts(reward, "reward").items()
         }
         for number, (key, (name, _)) in enumerate(named.items()):
             self._names[f"reward.functions[{number}].function"] = (name, f"reward {key!r}")
@@ -194,11 +194,11 @@ class InputFolder:
                 raise ConfigError(
                     f"data: is {what}. Pass rows as a list of mappings, or a mapping of set names to rows"
                 )
-            for name in data:
-                check_name(str(name), f"data {name!r}")
+            for name in (sets := _by_texts(data, "data")):
+                check_name(name, f"data {name!r}")
             return {
-                str(name): self.name_rows(rows, str(name), label=f"data {name!r}", text_column="prompt")
-                for name, rows in data.items()
+                name: self.name_rows(rows, name, label=f"data {name!r}", text_column="prompt")
+                for name, rows in sets.items()
             }
         paths = data if isinstance(data, list | tuple) else [data]
         if data is None or (paths and all(map(_is_path, paths))):
@@ -223,8 +223,8 @@ class InputFolder:
         if not isinstance(metrics, Mapping):
             raise ConfigError(f"metrics = {show(metrics)}: is not a function. Pass one, its name, or a list of these")
         return {
-            str(name): self._name_function(each, str(name), kind="metric", is_in_process=True)[0]
-            for name, each in metrics.items()
+            name: self._name_function(each, name, kind="metric", is_in_process=True)[0]
+            for name, each in _by_texts(metrics, "metrics").items()
         }
 
     def name_rows(self, rows: Any, name: str, *, label: str = "", key: str = "", text_column: str | None = None) -> str:
@@ -312,6 +312,16 @@ def _name_each(functions: Sequence[Any]) -> dict[str, Any]:
         name = _find_name(function, number)
         numbered = (f"{name}_{other}" for other in range(number, number + len(functions)))
         found[next(each for each in (name, *numbered) if each not in found)] = function
+    return found
+
+
+def _by_texts(given: Mapping[Any, Any], label: str) -> dict[str, Any]:
+    """The values by their names as texts, of which no two may be equal."""
+    found = {str(name): value for name, value in given.items()}
+    if len(found) < len(given):
+        texts = [str(name) for name in given]
+        twice = next(name for name in texts if texts.count(name) > 1)
+        raise ConfigError(f"{label}: two of its names are {show(twice)} as texts. Rename one")
     return found
 
 
