@@ -44,6 +44,37 @@ def test_a_resolved_configuration_reads_back_as_itself() -> None:
     assert parse_config(tomllib.loads(format_toml(config))) == config
 
 
+PAIRS = """
+from hf_algorithms import AlgorithmConfig, Recipe
+from hf_algorithms.recipes import ACTOR
+
+
+class Pairs(AlgorithmConfig):
+    name: str = "pairs"
+    pair: tuple[int, float] = (1, 2.0)
+    names: tuple[str, ...] | None = None
+    steps: list[int] = [1]
+    either: list[int] | tuple[int, ...] = [1]
+
+
+MINE = Recipe(name="pairs", config=Pairs, roles=(ACTOR,), step=lambda roles, prompts, config, context: [])
+"""
+
+
+def test_a_tuple_of_ones_own_is_read_from_a_list(tmp_path: Path) -> None:
+    """TOML has lists alone; the file of a run, which names every key, is read again to resume it."""
+    (tmp_path / "recipe_of_pairs.py").write_text(PAIRS)
+    usual: dict[str, Any] = {"recipe": f"{tmp_path / 'recipe_of_pairs.py'}:MINE"}
+    given: dict[str, Any] = {"pair": [3, 4.5], "names": ["a", "b"], "steps": [2], "either": [2]}
+    for keys in ({}, given):
+        config = parse_config({**MINIMAL, "algorithm": usual | keys})
+        assert parse_config(tomllib.loads(format_toml(config))) == config
+    found = config.algorithm.model_dump()
+    assert {key: found[key] for key in given} == {"pair": (3, 4.5), "names": ("a", "b"), "steps": [2], "either": [2]}
+    with pytest.raises(ConfigError, match=r"^algorithm\.pair\[0\] = 'a': must be a whole number"):
+        parse_config({**MINIMAL, "algorithm": usual | {"pair": ["a", 4.5]}})
+
+
 DEEP: dict[str, Any] = {}
 for _ in range(900):
     DEEP = {"a": DEEP}

@@ -312,11 +312,15 @@ def test_an_error_below_a_step_names_the_steps_own_line() -> None:
         ("find_contradictions = lambda self: [3]", r"find_contradictions gave \[3\]\. Let it yield texts"),
         ('needs_keys = ("reward.nope",)', r"needs_keys: 'reward\.nope' is not a key of this configuration"),
         ('sharp: int = "a"', r"algorithm\.sharp = 'a'"),
+        (
+            "_check = field_validator('epochs', mode='before')(lambda value: {}['absent'])",
+            r"(?s)Config of recipe 'mine' raised KeyError: 'absent'\n  at .*\.py:\d+",
+        ),
         ("sharp: complex = 1j", r"algorithm\.sharp = 1j: is of type complex, which TOML does not have"),
     ],
 )
 def test_a_section_that_cannot_be_checked_is_one_line(module: Path, config: str, message: str) -> None:
-    module.write_text(MODULE.replace("sharpness: float = 2.0", config))
+    module.write_text("from pydantic import field_validator\n" + MODULE.replace("sharpness: float = 2.0", config))
     with pytest.raises(ConfigError, match=message):
         parse_config({**DATA, "algorithm": {"recipe": f"{module}:MINE"}})
 

@@ -96,8 +96,10 @@ def parse_config(body: Mapping[str, Any], *, search_path: Sequence[str] = (), co
     if unwritable is not None:
         key, value, reason = unwritable
         raise ConfigError(f"{shorten(key)} = {show(value)}: {reason}")
+    label = f"{recipe.config.__name__} of recipe {show(recipe.name)}"
     try:
-        config = _model_of(recipe.config).model_validate({"algorithm": {}, **body})
+        with raised_as(lambda error: ConfigError(f"{label} raised {describe_raised(error)}"), but=(ValidationError,)):
+            config = _model_of(recipe.config).model_validate({"algorithm": {}, **body})
     except ValidationError as error:
         problems = error.errors()
         hints = [hint_nested(each["loc"]) if each["type"] == "extra_forbidden" else "" for each in problems]

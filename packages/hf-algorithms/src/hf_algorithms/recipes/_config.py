@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from hf_algorithms.losses import PreferenceLoss
@@ -73,6 +73,14 @@ class AlgorithmConfig(BaseModel):
     """Updates per pass; each takes a global, seeded share of the rows. Where responses to one prompt are compared, or
     averaged by `prompt-mean`, a share holds whole groups.
     """
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _take_lists(cls, value: Any, info: ValidationInfo) -> Any:
+        """A list, which is all that TOML has, as a tuple where the key is one."""
+        field = cls.model_fields[info.field_name or ""]
+        kinds = {get_origin(each) or each for each in (field.annotation, *get_args(field.annotation))}
+        return tuple(value) if type(value) is list and tuple in kinds and list not in kinds else value
 
     @property
     def keeps_groups(self) -> bool:
