@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 from hf_algorithms.checkpoints import LEDGER, Ledger, LedgerError, count_ledger
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, InProcessExecutor
+from hf_protocols import BatchError
 
 PROMPTS = [(0, 7, 0), (0, 3, 0), (1, 7, 0)]
 
@@ -43,6 +45,22 @@ def test_samples_are_trained_filtered_or_dropped_once(directory: RunDirectory) -
     lines = [json.loads(line) for line in (directory.path / LEDGER).read_text().splitlines()]
     assert lines[2] == {"iteration": 1, "state": "trained", "samples": 2, "prompts": [[0, 7, 0]]}
     assert lines[3] == {"iteration": 1, "state": "trained", "sample_ids": [[1, 2, 1, 1]]}
+
+
+@pytest.mark.parametrize("groups", [[3], [0, -1], [1.5], ["a"]])
+def test_a_prompt_that_was_not_drawn_cannot_be_filtered(directory: RunDirectory, groups: Any) -> None:
+    """A step of a user's own names it; -1 would be taken for the last one."""
+    ledger = Ledger(directory)
+    ledger.begin(1, 2)
+    ledger.plan(PROMPTS)
+    with pytest.raises(
+        BatchError, match=r"^context\.note_filtered\(.*\): .* of which this iteration has drawn 3\. Number"
+    ):
+        ledger.note_filtered(groups)
+    ledger.note_filtered(torch.tensor([0, 2]))
+    ledger.note_trained(put([(9, 9, 9, 9)]))
+    ledger.settle()
+    assert ledger.counts == {"planned": 6, "trained": 0, "filtered": 4, "dropped": 2, "in_flight": 0}
 
 
 def test_a_batch_without_ids_trains_all_that_was_planned(directory: RunDirectory) -> None:

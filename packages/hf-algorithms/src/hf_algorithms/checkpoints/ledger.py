@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_protocols import HybridFlowError
+from hf_protocols import BatchError, HybridFlowError
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from hf_algorithms.run_directory import RunDirectory
@@ -98,8 +99,19 @@ class Ledger:
         self._batches.append(batch)
 
     def note_filtered(self, groups: Iterable[int]) -> None:
-        """Takes the numbers of prompts, in the order in which the iteration drew them, whose responses are left out."""
-        self._filtered.update(groups)
+        """Takes the numbers of prompts, in the order in which the iteration drew them, whose responses are left out.
+
+        Raises:
+            BatchError: for a number that no prompt of the iteration has.
+        """
+        given = list(groups)
+        known = range(len(self._prompts))
+        if strangers := [each for each in given if each not in known]:
+            raise BatchError(
+                f"context.note_filtered({show(given)}): {show(strangers[0])} is not the number of a prompt, of which "
+                f"this iteration has drawn {len(known)}. Number them from 0, in the order in which they were drawn"
+            )
+        self._filtered.update(map(int, given))
 
     def settle(self, *, is_skipped: bool = False) -> None:
         """Gives every sample of the iteration its last state, once its metrics are known.
