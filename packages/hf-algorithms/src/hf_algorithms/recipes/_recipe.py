@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hf_controller import BatchFuture, MetricsFuture, ObjectFuture, Worker
     from hf_engine import SamplingParams
 
-__all__ = ["Recipe", "Role", "StepContext", "StepError", "mini_batch_rows"]
+__all__ = ["Recipe", "Role", "StepContext", "StepError", "are_numbers", "mini_batch_rows"]
 
 
 _TAKEN = frozenset({"find", "groups", "having"})
@@ -258,7 +258,7 @@ class Recipe:
             found: Any = self.step(roles, prompts, config, context)
             metrics = list(found) if isinstance(found, Iterable) and not isinstance(found, str | Mapping) else [found]
         for each in metrics:
-            if not hasattr(each, "sums") and not _are_numbers(each):
+            if not hasattr(each, "sums") and not are_numbers(each):
                 raise fails(
                     f"{label} returned {show(each)}, which is not metrics. Return a list of what calls to update_actor "
                     "and its like return, and of mappings of a name to a number"
@@ -314,7 +314,8 @@ def _is_of_run(name: str) -> bool:
     return name.partition("/")[0] in _OF_RUN
 
 
-def _are_numbers(metrics: object) -> bool:
+def are_numbers(metrics: object) -> bool:
+    """True for a mapping of names to numbers."""
     return isinstance(metrics, Mapping) and all(
         isinstance(name, str) and isinstance(value, Real) for name, value in metrics.items()
     )

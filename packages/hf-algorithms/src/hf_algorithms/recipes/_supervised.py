@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 from pydantic import Field, field_validator
 
 from hf_algorithms.recipes._config import AlgorithmConfig
-from hf_algorithms.recipes._recipe import Recipe
+from hf_algorithms.recipes._recipe import Recipe, StepError, are_numbers
+from hf_algorithms.users_code import describe_raised
+from hf_protocols.foreign_code import raised_as
+from hf_protocols.validation import show
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -127,6 +130,26 @@ class SupervisedRecipe(Recipe):
             if isinstance(given, Mapping):
                 found[section] = {name: value, **given}
         return found
+
+    def run_evaluate(self, roles: Roles, batch: BatchFuture, num_rows: int, config: Any) -> Mapping[str, float]:
+        """Runs `evaluate`, which may be a user's code, and checks what it returns.
+
+        Raises:
+            StepError: if it raises, with the place in its code, or returns something else than numbers by name with
+                `metric` among them.
+            HybridFlowError: what calls to the roles raise.
+        """
+        label = f"evaluate of recipe {show(self.name)}"
+        with raised_as(lambda error: StepError(f"{label} raised {describe_raised(error)}")):
+            found: Any = self.evaluate(roles, batch, num_rows, config)
+        if not are_numbers(found):
+            raise StepError(f"{label} returned {show(found)}. Return a mapping of names to numbers")
+        if self.metric not in found:
+            raise StepError(
+                f"{label} returned {', '.join(found) or 'no numbers'}, and its metric is {show(self.metric)}. Return a "
+                "number of this name, or set metric to another"
+            )
+        return dict(found)
 
     def with_generator(self) -> SupervisedRecipe:
         """Returns the recipe with a trained role that generates."""

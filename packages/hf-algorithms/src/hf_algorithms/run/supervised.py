@@ -439,7 +439,7 @@ class _SupervisedRun:
 
     def _evaluate(self, name: str) -> Mapping[str, float]:
         with self._executor.deadline(evaluation_deadline(self._config)):
-            return self._recipe.evaluate(
+            return self._recipe.run_evaluate(
                 self._roles, self._held_out[name], len(getattr(self._inputs, name)), self._config.algorithm
             )
 
