@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_algorithms import dpo, reward_model, sft, train
-from hf_algorithms.recipes import COMMAND_RECIPES, StepError, SupervisedRecipe
+from hf_algorithms.recipes import COMMAND_RECIPES, StepError, SupervisedRecipe, find_command
 from hf_protocols import ConfigError
 
 
@@ -47,3 +47,11 @@ def test_an_evaluation_of_ones_own_that_fails_is_named(evaluate: Any, message: s
     own: Any = replace(usual, evaluate=evaluate)
     with pytest.raises(StepError, match=f"^evaluate of recipe 'sft' {message}"):
         own.run_evaluate(None, None, 2, usual.config())
+
+
+def test_a_note_names_a_command_that_there_is() -> None:
+    """A recipe of the user's own has a name that no command has."""
+    usual = COMMAND_RECIPES["sft"]["sft"]
+    assert find_command(replace(usual, name="mine")) == "train"
+    found = {find_command(recipe) for known in COMMAND_RECIPES.values() for recipe in known.values()}
+    assert found == {"train", "sft", "dpo", "reward-model"}

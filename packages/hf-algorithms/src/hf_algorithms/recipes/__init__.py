@@ -99,6 +99,7 @@ __all__ = [
     "add_old_logprobs",
     "add_ref_logprobs",
     "build_clip",
+    "find_command",
     "generate",
     "generate_scored",
     "load_recipe",
@@ -137,3 +138,8 @@ COMMAND_RECIPES: dict[str, dict[str, Recipe]] = {
     "reward-model": {REWARD_MODEL_TRAINING.name: REWARD_MODEL_TRAINING},
 }
 """The recipes of each command of `hybridflow`, the usual one first."""
+
+
+def find_command(recipe: Recipe) -> str:
+    """Returns the command that runs a recipe; one of the user's own is run by `train`."""
+    return next((command for command, known in COMMAND_RECIPES.items() if recipe.name in known), "train")

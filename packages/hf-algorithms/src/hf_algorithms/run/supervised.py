@@ -27,7 +27,7 @@ from hf_algorithms.preflight.placement import (
     plan_placement,
 )
 from hf_algorithms.preflight.store_room import describe_supervised_store
-from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe
+from hf_algorithms.recipes import StepContext, SupervisedDataset, SupervisedRecipe, find_command
 from hf_algorithms.report import leave_report
 from hf_algorithms.run.deadlines import evaluation_deadline
 from hf_algorithms.run.display import RunDisplay
@@ -149,7 +149,7 @@ def _run_once(attempt: Attempt) -> dict[str, Any]:
             inputs, record = begin_run(config, directory, plan, inputs, fresh, search_path=search_path, resume=resume)
             stack.enter_context(tracking.follow(directory, display.note, sections=build_sections(config)))
             facts = _describe_run(config, inputs)
-            command = config.recipe.name.replace("_", "-")
+            command = find_command(config.recipe)
             summary = RunSummary(
                 attempt,
                 executor,
@@ -265,7 +265,7 @@ def _refuse_unread(config: Config) -> None:
     recipe, data = _recipe_of(config), config.data
     for key in recipe.unread_data:
         if (value := getattr(data, key)) != type(data).model_fields[key].default:
-            command = recipe.name.replace("_", "-")
+            command = find_command(recipe)
             raise ConfigError(f"data.{key} = {show(value)}: `hybridflow {command}` does not read it. Remove it")
 
 
