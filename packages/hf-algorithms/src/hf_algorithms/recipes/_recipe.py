@@ -101,7 +101,7 @@ class Role:
 
 
 def _describe_import(error: BaseException) -> str:
-    """What keeps a worker from being imported; where its module raised, with the place there."""
+    """The reason for which a worker cannot be imported; where its module raised, with the place there."""
     return str(error) if isinstance(error, ImportError | AttributeError | ValueError) else describe_raised(error)
 
 

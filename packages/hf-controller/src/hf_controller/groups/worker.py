@@ -207,7 +207,7 @@ class WorkerSpec:
 
 
 def _find_misfit(worker: type[Worker], kwargs: Mapping[str, Any]) -> str:
-    """Why `worker(context, **kwargs)` cannot be called, arguments that are missing left aside; empty where it can."""
+    """The reason for which `worker(context, **kwargs)` cannot be called, absent arguments apart; empty if it can."""
     if worker.__init__ is Worker.__init__:
         taken = ", ".join(map(str, kwargs))
         return f"it has none of its own that takes {taken}. Define __init__(self, context, {taken})" if kwargs else ""
