@@ -104,7 +104,10 @@ def generate() -> Iterator[dict[str, str]]:
             "dataset 'train': is of type generator, which has no length, and rows are read",
         ),
         ({"dataset": [1]}, "dataset 'train', row 1: is of type int, not a mapping of columns to values"),
-        ({"dataset": [{"prompt": "1", "answer": b"1"}]}, "dataset 'train', row 1: Object of type bytes is not JSON"),
+        (
+            {"dataset": [{"prompt": "1", "answer": b"1"}]},
+            "dataset 'train', row 1: column 'answer': Object of type bytes is not JSON",
+        ),
         ({"dataset": []}, "dataset 'train': is empty. Pass at least one row"),
         (
             {"dataset": [[{"role": "user", "content": "1+1="}]]},
