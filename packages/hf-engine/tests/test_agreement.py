@@ -122,6 +122,31 @@ def call_other_methods(model):
     return heard, step()["grad_norm"][0] > 0
 
 
+def score_on_rank_1_alone(model):
+    """Returns the errors of this rank where rank 1 scores or adds gradients, and whether all can step afterwards."""
+    backend = load_train_backend("fsdp").build(
+        model, topology=Topology(ParallelSpec(dp_size=3)), config=TrainConfig(learning_rate=1e-2)
+    )
+    batch = build_batch(4, vocab_size=64)
+    step = partial(backend.train_step, batch, negative_logprobs, 1.0)
+    add = partial(backend.forward_backward, batch, negative_logprobs, 1.0)
+    heard = []
+    for own, other in ((step, partial(backend.compute_logprobs, batch)), (step, add)):
+        with pytest.raises(HybridFlowError) as refusal:
+            (other if dist.get_rank() == 1 else own)()
+        heard.append(str(refusal.value))
+    return heard, step()["grad_norm"][0] > 0
+
+
+def test_scoring_on_one_rank_alone_is_refused(ranks3, tmp_path):
+    text = (
+        "the ranks are in different methods: rank 0 and 1 more called train_step, rank 1 called {}; nothing was done. "
+        "Call the same methods in the same order on all ranks"
+    )
+    heard = [text.format(method) for method in ("compute_logprobs", "forward_backward")]
+    assert ranks3.run(score_on_rank_1_alone, write_tiny_model(tmp_path / "model")) == [(heard, True)] * 3
+
+
 def test_ranks_in_different_methods_are_named(ranks3, tmp_path):
     text = (
         "the ranks are in different methods: rank 0 and 1 more called export_hf, rank 1 called {}; nothing was done. "

@@ -53,6 +53,7 @@ def together(
     error: type[HybridFlowError] = BackendError,
     device: torch.device | str | None = None,
     ranks: Sequence[int] | None = None,
+    same_method: bool = False,
 ) -> Iterator[Agreement]:
     """A block without collectives that either all ranks of a group complete or none. Collective at its end.
 
@@ -65,6 +66,7 @@ def together(
         error: raised on the ranks that made no mistake.
         device: where the group communicates; None: see `local_device`.
         ranks: names of the group's ranks in its order; None: their global ranks.
+        same_method: the program calls one method of this package on all ranks; else the same outcome is enough.
 
     Raises:
         HybridFlowError: on every rank, if the block failed on any: that rank's own error where it is one of ours, else
@@ -75,7 +77,7 @@ def together(
         yield agreement
     refusal = caught.error
     number = agreement.number % HIGHEST if refusal is None else HIGHEST
-    place = crc32(outcome.encode()) % HIGHEST
+    place = crc32(f"{outcome}{_find_method() if same_method else ''}".encode()) % HIGHEST
     pairs = [(number, number), (agreement.lowest, agreement.highest), (place, place)]
     found = spread(pairs, group, local_device(group) if device is None else device)
     (lowest, highest), (agreement.lowest, agreement.highest), (first_place, last_place) = found

@@ -60,9 +60,11 @@ def agree_on_micro_batches(
     Raises:
         HybridFlowError: on every rank, if any refuses its arguments or rows: its own refusal there, on the others a
             BatchError that names the rank and says why. Also if no rank has a row and one is needed, if ranks of one
-            replica have different rows, or if any ranks have different arguments.
+            replica have different rows, if any ranks have different arguments, or if they are in different methods.
     """
-    with together("the other ranks computed nothing", group, error=BatchError, device=device) as agreement:
+    # Scoring passes forward, a step backward too: in different methods ranks would meet in other collectives.
+    outcome = "the other ranks computed nothing"
+    with together(outcome, group, error=BatchError, device=device, same_method=True) as agreement:
         sequences = prepare()
         if needs_rows:
             sequences.check_columns()
