@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,7 +118,8 @@ def write_listing(directory: Path, rank: int, files: Sequence[StateFile]) -> Non
     """
     path = directory / listing_name(rank)
     part = path.with_suffix(".part")
-    with _named(path):
+    with _named(path), ExitStack() as undo:
+        undo.callback(part.unlink, missing_ok=True)
         part.write_text(json.dumps({"files": [asdict(each) for each in files]}) + "\n", encoding="utf-8")
         part.replace(path)
 
@@ -134,10 +135,11 @@ def list_written(directory: str | Path, world_size: int) -> tuple[StateFile, ...
         StateError: naming a list that cannot be read, or a rank that could not write; `finish_state` says why.
     """
     found: list[StateFile] = []
-    for rank in range(world_size):
-        path = Path(directory) / listing_name(rank)
+    paths = [Path(directory) / listing_name(rank) for rank in range(world_size)]
+    for rank, path in enumerate(paths):
         if path.with_suffix(_FAILED).exists():
             raise StateError(f"{directory}: rank {rank} could not write its files. Call finish_state() for the reason")
+    for path in paths:
         try:
             found += [StateFile(**each) for each in json.loads(path.read_text(encoding="utf-8"))["files"]]
         except FileNotFoundError:

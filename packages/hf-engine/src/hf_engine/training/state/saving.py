@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from hf_engine.training.state.description import DESCRIPTION, RankFiles, StateDe
 from hf_engine.training.state.files import (
     agree_on_path,
     agreed,
+    listing_name,
     mark_failure,
     remove_marks,
     sync_directory,
@@ -35,6 +35,7 @@ from hf_protocols.errors import StateError
 
 __all__ = ["StateWriter"]
 
+_UNFINISHED = "the state is not complete"
 _LIBRARIES = ("hf-engine", "torch", "safetensors")
 
 
@@ -111,20 +112,27 @@ class StateWriter:
 
     def finish(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
         """Waits for the files. Collective; see `TrainBackend.finish_state`."""
-        pending, self._pending = self._pending, None
-        with agreed("no state was saved", self._group):
-            if pending is not None:
-                deadline = default_timeout().total_seconds() if timeout_s is None else timeout_s
-                try:
-                    self._files = pending.result(deadline)
-                except FutureTimeoutError:
-                    self._pending = pending
-                    raise StateError(
-                        f"{self._directory}: the state was not written within {deadline:g} s. Raise timeout_s, or "
-                        "look at the file system"
-                    ) from None
-            if self._files is None:
+        with agreed(_UNFINISHED, self._group):
+            if self._pending is None and self._files is None:
                 raise StateError("finish_state() before save_state(): no state was saved")
+            deadline = default_timeout().total_seconds() if timeout_s is None else timeout_s
+            if self._pending is not None and wait([self._pending], deadline).not_done:
+                raise StateError(
+                    f"{self._directory}: the state was not written within {deadline:g} s. Raise timeout_s, or "
+                    "look at the file system"
+                )
+        pending, self._pending = self._pending, None
+        try:
+            with agreed(_UNFINISHED, self._group):
+                if pending is not None:
+                    self._files = pending.result()
+        except StateError:  # of a rank that could not write: a part of a state only fills the disk
+            for written in self._files or ():
+                _remove(self._directory / written.path)
+            _remove(self._directory / listing_name(dist.get_rank(self._group)))
+            self._files = None
+            raise
+        assert self._files is not None, "else it was refused above"
         return self._files
 
     @torch.no_grad()
