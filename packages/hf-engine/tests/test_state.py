@@ -6,6 +6,7 @@ import json
 import math
 import resource
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from hf_engine.resharding.execute import as_parts
 from hf_engine.testing import gather_weights, write_tiny_family, write_tiny_model
 from hf_engine.testing._cases import build_batch, select_rows
 from hf_engine.testing._oracles import read_whole_state
+from hf_engine.training.state import saving
 from hf_protocols import ParallelSpec, StateError, Topology
 from hf_protocols.standard import THREE_D
 
@@ -364,6 +366,29 @@ def test_a_full_disk_is_an_error_on_every_rank(ranks2, models, tmp_path):
     for rank, (written, left) in enumerate(ranks2.run(fail_to_write, models["tied"], tmp_path)):
         assert f"weights-0000{rank}.safetensors" in written
         assert left == ["files-00001.failed"]  # of the save in the background
+
+
+def finish_before_the_files(model, directory):
+    """Files that come after a deadline are not lost: another call returns them."""
+    backend, _ = build("fsdp", "1-1-2", model)
+    written, write = threading.Event(), saving.write_tensors
+    try:
+        saving.write_tensors = lambda path, tensors: write(path, tensors) if written.wait(60) else None
+        backend.save_state(directory, background=True)
+        for timeout_s, reason in ((0.01, "was not written within 0.01 s. Raise timeout_s"), (1e300, "timeout_s=1e")):
+            with pytest.raises(StateError, match=reason):
+                backend.finish_state(timeout_s)
+        written.set()
+        files = on_all_ranks(backend.finish_state())
+    finally:
+        written.set()
+        saving.write_tensors = write
+    backend.load_state(directory, files=[file for each in files for file in each])
+    return [len(each) for each in files]
+
+
+def test_a_deadline_that_passes_loses_no_file(ranks2, models, tmp_path):
+    assert ranks2.run(finish_before_the_files, models["tied"], tmp_path / "state") == [[4, 3]] * 2
 
 
 def keep_buffers_and_heads(family, folder):

@@ -74,7 +74,7 @@ class KeepsState(ABC):
     def finish_state(self, timeout_s: float | None = None) -> tuple[StateFile, ...]:
         """Waits for what `save_state` writes; see `TrainBackend.finish_state`."""
         if timeout_s is not None:
-            _check.number("timeout_s", timeout_s)
+            _check.seconds("timeout_s", timeout_s)
         return self._states.finish(timeout_s)
 
     def load_state(self, directory: str | Path, *, files: Sequence[StateFile] | None = None) -> LoadedState:
