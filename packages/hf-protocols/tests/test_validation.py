@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -33,6 +34,23 @@ class Unshowable:
 def test_a_shown_value_has_at_most_80_characters(value: Any, shown: str) -> None:
     assert show(value) == shown
     assert len(shown) <= 80
+
+
+class Indexable:
+    def __index__(self) -> int:
+        return 3
+
+    def __repr__(self) -> str:
+        return "three"
+
+
+def test_a_number_of_another_library_is_named() -> None:
+    with pytest.raises(BatchError, match=r"^rate=Fraction\(1, 2\) is of type Fraction, not float. Use float\(\)"):
+        _check.number("rate", Fraction(1, 2))
+    with pytest.raises(BatchError, match=r"^rows=three is of type Indexable, not int. Use int\(\) of it$"):
+        _check.count("rows", Indexable())
+    with pytest.raises(BatchError, match=r"^rate='1e-3' must be a finite number above 0$"):
+        _check.number("rate", "1e-3")
 
 
 def test_a_text_is_cut_at_80_characters() -> None:

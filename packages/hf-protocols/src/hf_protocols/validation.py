@@ -105,6 +105,7 @@ class Checks:
 
     def count(self, name: str, value: object, *, least: int = 1) -> None:
         """Refuses a value that is not an int of at least `least`; bools and floats are refused."""
+        self._refuse_foreign(name, value, int, "__index__")
         if type(value) is not int or value < least:
             raise self._error(f"{name}={show(value)} must be a whole number of at least {least}")
 
@@ -123,10 +124,17 @@ class Checks:
 
     def number(self, name: str, value: object, *, may_be_zero: bool = False) -> None:
         """Refuses a value that is not a finite number above 0, or at least 0 with `may_be_zero`."""
+        self._refuse_foreign(name, value, float, "__float__")
         number: float = value if isinstance(value, int | float) and not isinstance(value, bool) else nan
         if not 0 <= number <= sys.float_info.max or (number == 0 and not may_be_zero):
             bound = "of at least" if may_be_zero else "above"
             raise self._error(f"{name}={show(value)} must be a finite number {bound} 0")
+
+    def _refuse_foreign(self, name: str, value: object, kind: type, converts: str) -> None:
+        """Refuses a number of another library, such as a tensor, which may be in range."""
+        if not isinstance(value, int | float) and hasattr(type(value), converts):
+            given = f"{name}={show(value)} is of type {type(value).__name__}, not {kind.__name__}"
+            raise self._error(f"{given}. Use {kind.__name__}() of it")
 
     def seconds(self, name: str, value: object) -> None:
         """Refuses a value that is not a finite number of seconds."""
