@@ -19,12 +19,13 @@ import ray
 from ray.cluster_utils import Cluster
 
 from forked_workers import forked_workers
+from hf_algorithms import wiring
 from hf_algorithms.commands.quickstart import prepare_quickstart
 from hf_algorithms.config import Config, parse_config
 from hf_algorithms.recipes import RECIPES, StepContext
 from hf_algorithms.recipes.ppo import PPO, step
 from hf_algorithms.roles import Roles
-from hf_algorithms.run import loop, wiring
+from hf_algorithms.run import loop
 from hf_algorithms.run_directory import RunDirectory
 from hf_controller import BatchFuture, Worker, WorkerContext, WorkerGroup
 from hf_controller.data.columns import find_columns
