@@ -323,23 +323,21 @@ print("refused")
 """
 
 
-def run_closed_program(path: Path, failure: str, *more: str, **options: object) -> None:
+def run_closed_program(path: Path, *more: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", CLOSED_PROGRAM, str(path), json.dumps(options), *more]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}  # as a cluster that we start
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == f"doubler.{failure}\nrefused\n", done.stderr
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow
 def test_a_closed_executor_finishes_its_calls_and_refuses_others(tmp_path):
-    failure = "save_and_fail on rank 0 failed: KeyError: 'lost'"
-    run_closed_program(tmp_path / "saved", failure, num_cpus=1, object_store_bytes=100 * 2**20)
+    done = run_closed_program(tmp_path / "saved", num_cpus=1, object_store_bytes=100 * 2**20)
+    assert done.stdout == "doubler.save_and_fail on rank 0 failed: KeyError: 'lost'\nrefused\n", done.stderr
 
 
 def test_an_executor_leaving_a_cluster_finishes_its_calls_too(ray_executor, tmp_path):
-    failure = "fail on rank 0 failed: ValueError: early"
-    address = ray.get_runtime_context().gcs_address
-    run_closed_program(tmp_path / "saved", failure, "early", address=address)
+    done = run_closed_program(tmp_path / "saved", "early", address=ray.get_runtime_context().gcs_address)
+    assert done.stdout == "doubler.fail on rank 0 failed: ValueError: early\nrefused\n", done.stderr
 
 
 TOLD_PROGRAM = """
