@@ -118,18 +118,13 @@ def _draw_health(run: LiveRun, width: int) -> list[Text]:
 
 def _draw_phases(run: LiveRun, width: int, ascii_only: bool) -> list[Text]:
     """Seconds of the newest iteration by phase."""
-    total = run.last.get("time/iteration_s", 0.0)
-    phases = {
-        name.removeprefix("time/").removesuffix("_s"): value
-        for name, value in run.last.items()
-        if name.startswith("time/") and name != "time/iteration_s"
-    }
-    if not phases or not total > 0:
+    total, phases = run.phases()
+    if not phases:
         return []
     room = max(0, width - _TITLE_WIDTH - _NUMBERS_WIDTH)
     block = "#" if ascii_only else chr(0x2588)
     lines = [_heading(f"Phases of iteration {run.iteration:,}, {format_duration(total)}")]
-    for phase, value in sorted(phases.items(), key=lambda item: -item[1])[:_MOST_PHASES]:
+    for phase, value in phases[:_MOST_PHASES]:
         share = min(max(value / total, 0.0), 1.0)
         line = Text(set_cell_size(f"  {_clean(phase)}", _TITLE_WIDTH - 1) + " ")
         line.append(set_cell_size(f"{format_duration(value)}, {share:.0%}", _NUMBERS_WIDTH), "bold")

@@ -138,17 +138,12 @@ def render_gantt_part(run: LiveRun, iteration: int | None) -> str:
 
 def _list_phases(run: LiveRun) -> str:
     """The newest iteration's seconds by phase, from its metrics."""
-    total = run.last.get("time/iteration_s", 0.0)
-    phases = {
-        name.removeprefix("time/").removesuffix("_s"): value
-        for name, value in run.last.items()
-        if name.startswith("time/") and name != "time/iteration_s"
-    }
-    if not phases or not total > 0:
+    total, phases = run.phases()
+    if not phases:
         return ""
     rows = [
         (phase, format_duration(value), Markup(render_share(value / total, f"{value / total:.0%} of the iteration")))
-        for phase, value in sorted(phases.items(), key=lambda item: -item[1])
+        for phase, value in phases
     ]
     lead = f"<p>{escape(run.name)}, iteration {run.iteration} ({format_duration(total)}) by phase:</p>"
     return lead + render_table(("", "", ""), rows, numbers=(1,), style=f"phases c{run.colour}")

@@ -179,6 +179,16 @@ class LiveRun:
             self._health = (version, measure_health(self.columns()))
         return self._health[1]
 
+    def phases(self) -> tuple[float, Sequence[tuple[str, float]]]:
+        """Returns the seconds of the newest iteration and those of its phases, the longest first, if it has a time."""
+        total = self.last.get("time/iteration_s", 0.0)
+        found = {
+            name.removeprefix("time/").removesuffix("_s"): value
+            for name, value in self.last.items()
+            if name.startswith("time/") and name != "time/iteration_s"
+        }
+        return total, sorted(found.items(), key=lambda item: -item[1]) if total > 0 else ()
+
     def points(self, metric: str, axis: str) -> Decimated:
         """Returns a bounded number of points of a metric over `iteration`, `tokens` or `seconds`."""
         version = self._metrics.version
